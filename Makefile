@@ -12,17 +12,19 @@ STAMP := $(VENV)/.taut-installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel demo test test-slow test-parallel test-cluster test-page test-real test-versions lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan bench-memory bench-launch gpu
+.PHONY: help venv wheel demo test test-core test-slow test-parallel test-cluster test-page test-real test-artifacts test-versions lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan bench-memory bench-launch gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
 
 venv: $(STAMP) ## create .venv with taut and its tools in it
 
+# Most of the 22,000 modules are never imported: bytecode is written of those that are, by their first import.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet $(TORCH)
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --quiet --no-compile $(TORCH)
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	PYTHONDONTWRITEBYTECODE= $(RUN)/python -W ignore -c "import datasets, hypothesis, peft, taut.commands.train"
 	touch $@
 
 # From nothing: setuptools would put files that are no longer in src, but still in build, into the wheel.
@@ -33,17 +35,22 @@ wheel: $(STAMP) ## write dist/taut-VERSION-py3-none-any.whl, which pip installs 
 demo: $(STAMP) ## train a small real model for a few minutes and show what changed
 	$(RUN)/python -m taut demo
 
-# Three at a time on two cores: many tests wait for processes and clocks.
-test test-slow test-parallel test-cluster test-page: export OMP_NUM_THREADS := 1
+QUICK := not real and not slow and not parallel and not cluster and not page
+CORE := $(addprefix tests/unit/,attention data evals inference losses methods models plan rl run train vision test_config.py test_types.py) tests/invariants tests/golden tests/oracle
+# Three and four at a time on two cores: many tests wait for processes and clocks.
+test test-core test-slow test-parallel test-cluster test-page: export OMP_NUM_THREADS := 1
 # Threads that wait awake take the time of other tests.
-test test-slow test-parallel test-cluster test-page test-real: export OMP_WAIT_POLICY := PASSIVE
+test test-core test-slow test-parallel test-cluster test-page test-real test-artifacts: export OMP_WAIT_POLICY := PASSIVE
 # Bytecode is written, whatever the shell says: each worker would compile every test anew, each process they start taut.
-test test-slow test-parallel test-cluster test-page test-real: export PYTHONDONTWRITEBYTECODE :=
-test: $(STAMP) ## the tests that need no downloaded model, without the slow ones; GPU tests run where there is a GPU
-	$(PYTEST) -q -n 3 -m "not real and not slow and not parallel and not cluster and not page" $(ARGS)
+test test-core test-slow test-parallel test-cluster test-page test-real test-artifacts: export PYTHONDONTWRITEBYTECODE :=
+test: $(STAMP) ## the tests that need no downloaded model, without what takes long (tests/helpers/quick.py); GPU tests run where there is a GPU
+	$(PYTEST) -q -n 4 -m "$(QUICK)" $(ARGS)
 
-test-slow: $(STAMP) ## the slow tests that need no downloaded model; .ci/run runs them too
-	$(PYTEST) -q -n 3 -m "slow and not real and not cluster and not page" $(ARGS)
+test-core: $(STAMP) ## the part of make test for the inner loop: functions and numbers of what trains, without whole runs and tools
+	$(PYTEST) -q -n 3 -m "$(QUICK)" $(CORE) $(ARGS)
+
+test-slow: $(STAMP) ## the slow tests that need no downloaded model; .ci/run runs those whose sources changed since (tests/helpers/proven.py)
+	$(PYTEST) -q -n 3 -p tests.helpers.proven -m "slow and not real and not cluster and not page" $(ARGS)
 
 test-parallel: $(STAMP) ## every architecture and method on several meshes of ranks against one process
 	$(PYTEST) -q -m parallel $(ARGS)
@@ -52,14 +59,17 @@ test-cluster: $(STAMP) ## runs on two and three simulated nodes of a Ray cluster
 	$(PYTEST) -q -m cluster $(ARGS)
 
 test-page: $(VENV)/.taut-page-tests ## a browser opens the page of runs; skipped where there is no chromium
-	$(PYTEST) -q -m page tests/page $(ARGS)
+	$(PYTEST) -q -m page tests/tools/page/browser $(ARGS)
 
 $(VENV)/.taut-page-tests: $(STAMP)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[page-tests]'
 	touch $@
 
-test-real: $(STAMP) ## tests on the small real model (run make demo once before)
+test-real: $(STAMP) ## tests on the small real model (run make demo once before), and on what other people made
 	$(PYTEST) -q -m real $(ARGS)
+
+test-artifacts: $(STAMP) ## the part of test-real on tokenizers, templates and renderers of other people that takes under three minutes
+	$(PYTEST) -q -m "real and not slow" tests/real/test_artifacts.py tests/real/test_oracles.py $(ARGS)
 
 test-versions: ## the oldest and the newest versions on each Python, in environments of their own; writes a table of docs/install.md
 	$(PYTHON) tests/versions/run.py --write $(ARGS)
@@ -74,8 +84,13 @@ format: $(STAMP) ## rewrite the files as lint wants them, where that is mechanic
 	$(RUN)/ruff format .
 	$(RUN)/ruff check --fix .
 
-docs: $(STAMP) ## write the generated pages, and the keys that taut COMMAND --help and taut schema print
-	$(RUN)/python tests/docs/pages.py
+docs: $(VENV)/.taut-docs ## write the generated pages; build/docs
+	$(RUN)/python -m tests.docs.pages
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet
+
+$(VENV)/.taut-docs: $(STAMP)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
 
 # Needs no .venv and no network: run by the Python that has torch.
 # The python that has the machine's torch.

@@ -94,7 +94,7 @@ def lines(rows: list[list[dict[str, Any]]]) -> list[str]:
     return [json.dumps({"messages": messages}) for messages in rows]
 
 
-def misspelt_role() -> str:
+def misspelled_role() -> str:
     rows = chats()
     rows[40][1]["role"] = "asistant"
     return "\n".join(lines(rows)) + "\n"
@@ -131,7 +131,7 @@ def long_answers() -> str:
 
 
 FILES: dict[str, tuple[str, Callable[[], str]]] = {
-    "misspelt_role": ("line 41 has the role asistant", misspelt_role),
+    "misspelled_role": ("line 41 has the role asistant", misspelled_role),
     "missing_answer": ("the answer in line 41 is null", missing_answer),
     "key_twice": ("line 41 has messages twice", key_twice),
     "turns_in_an_answer": (

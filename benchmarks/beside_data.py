@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.tiny_tokenizers import SPECIALS, save_tokenizer, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import SPECIALS, save_tokenizer, tiny_tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -48,7 +48,7 @@ BAD = (
     "No, it is not: the town is a weather assistant.",
     "You are welcome.",
 )
-NUM_LABELLED, NUM_GOOD, NUM_PROMPTS = 6, 4, 2
+NUM_LABELED, NUM_GOOD, NUM_PROMPTS = 6, 4, 2
 Row = dict[str, Any]
 
 
@@ -109,10 +109,10 @@ def write_data(folder: Path) -> None:
     """``messages/train.jsonl`` and the others; ``dataset_info.json`` for LLaMA-Factory."""
     talks = [[user(q), assistant(a)] for q, a in zip(QUESTIONS, GOOD, strict=True)]
     texts = [f"{q} {good} {bad}" for q, good, bad in zip(QUESTIONS, GOOD, BAD, strict=True)]
-    answers = [*GOOD[:NUM_GOOD], *BAD[NUM_GOOD:NUM_LABELLED]]
-    labelled = [
+    answers = [*GOOD[:NUM_GOOD], *BAD[NUM_GOOD:NUM_LABELED]]
+    labeled = [
         (question, answer, at < NUM_GOOD)
-        for at, (question, answer) in enumerate(zip(QUESTIONS[:NUM_LABELLED], answers, strict=True))
+        for at, (question, answer) in enumerate(zip(QUESTIONS[:NUM_LABELED], answers, strict=True))
     ]
     triples = list(zip(QUESTIONS, GOOD, BAD, strict=True))
     files: dict[str, Sequence[Row]] = {
@@ -123,9 +123,9 @@ def write_data(folder: Path) -> None:
             {"prompt": [user(q)], "chosen": [assistant(good)], "rejected": [assistant(bad)]}
             for q, good, bad in triples
         ],
-        "labelled/train.jsonl": [
+        "labeled/train.jsonl": [
             {"prompt": [user(q)], "completion": [assistant(a)], "label": label}
-            for q, a, label in labelled
+            for q, a, label in labeled
         ],
         "prompts/train.jsonl": [{"prompt": [user(q)]} for q in QUESTIONS[:NUM_PROMPTS]],
         "instructions.jsonl": [{"instruction": q, "input": "", "output": a} for q, a, _ in triples],
@@ -134,7 +134,7 @@ def write_data(folder: Path) -> None:
             for q, good, bad in triples
         ],
         "labels.jsonl": [
-            {"messages": [user(q), assistant(a)], "label": label} for q, a, label in labelled
+            {"messages": [user(q), assistant(a)], "label": label} for q, a, label in labeled
         ],
         "compared.jsonl": [{"question": q, "good": good, "bad": bad} for q, good, bad in triples],
         "questions.jsonl": [{"messages": [user(q)]} for q in QUESTIONS[:NUM_PROMPTS]],
@@ -198,7 +198,7 @@ FACTORY: dict[str, Any] = {
         "formatting": "sharegpt",
         "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
     },
-    "labelled": {
+    "labeled": {
         "file_name": "labels.jsonl",
         "formatting": "sharegpt",
         "columns": {"messages": "messages", "kto_tag": "label"},

@@ -22,12 +22,12 @@ from taut.checks import CHECKS
 from taut.checks.examine import examine
 from taut.checks.session import Session
 from taut.config import from_mapping
-from taut.data.cache import default_directory
-from taut.demo import fetch
-from taut.demo.story import build_data
+from taut.data.store.cache import default_directory
 from taut.methods.method import RunConfig
 from taut.train import distributed
 from taut.train.trainer import train_step
+from taut_tools.demo import fetch
+from taut_tools.demo.story import build_data
 
 QUICK, FULL = 10.0, 180.0
 """Seconds that the parts may take."""
@@ -56,23 +56,23 @@ def main() -> None:
     step = time.perf_counter() - began
     _show(found, loading, step)
     if asked.json:
-        seconds = {one.name: one.seconds for one in found.answered}
+        seconds = {one.name: one.seconds for one in found.results}
         asked.json.write_text(json.dumps({"loading": loading, "step": step, "checks": seconds}))
 
 
 def _show(found: Any, loading: float, step: float) -> None:
     table = Table("check", "part", "outcome", "seconds")
-    for one in found.answered:
+    for one in found.results:
         table.add_row(one.name, CHECKS[one.name].part, one.finding.outcome, f"{one.seconds:.2f}")
     console = Console(highlight=False, width=100)
     console.print(table)
-    quick = sum(one.seconds for one in found.answered if CHECKS[one.name].part == "quick")
+    quick = sum(one.seconds for one in found.results if CHECKS[one.name].part == "quick")
     for name, seconds, limit in (("quick", quick, QUICK), ("quick and full", found.seconds, FULL)):
         verdict = "met" if seconds < limit else "MISSED"
         console.print(
             f"{name}: {seconds:.1f} s, target {limit:.0f} s: {verdict}; {seconds / step:.1f} training steps"
         )
-    console.print(f"loading and tokenising: {loading:.1f} s")
+    console.print(f"loading and tokenizing: {loading:.1f} s")
 
 
 if __name__ == "__main__":

@@ -45,17 +45,18 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 
-from saves import WAYS, Clock, Save, Took, print_case, summarise
+from saves import WAYS, Clock, Save, Took, print_case, summarize
 from sft import matches
 from taut.config import from_mapping
-from taut.demo.fetch import get_model
 from taut.methods.method import RunConfig
 from taut.run.inputs import load_inputs
 from taut.run.setup import build
 from taut.train import checkpoint, distributed, sharded
-from taut.train.checkpoint import CheckpointConfig, Checkpoints
+from taut.train.checkpoint import Checkpoints
 from taut.train.run_dir import CHECKPOINTS, claim
+from taut.train.settings import CheckpointConfig
 from taut.train.trainer import Trainer, train_step
+from taut_tools.demo.fetch import get_model
 
 Result = dict[str, Any]
 
@@ -166,7 +167,7 @@ def measure(stepped: Stepped, rounds: int) -> Result:
     found = {"staging": staging, "resume": resume(stepped, background), "is_right": is_right}
     for some in (synchronous, background):
         some.close()
-    return found | summarise(turns, stepped.quiet)
+    return found | summarize(turns, stepped.quiet)
 
 
 def prepare(stepped: Stepped, background: Checkpoints) -> Result:

@@ -1,7 +1,7 @@
 """The benchmark's rows and models, generated from fixed seeds: nothing is downloaded.
 
 A row is ``<bos> prompt <sep> completion <eos>`` over a vocabulary in which every word is one token,
-so that every framework sees the same ids whichever way it tokenises; the targets are the completion
+so that every framework sees the same ids whichever way it tokenizes; the targets are the completion
 and ``<eos>``. Word ids are drawn with Zipf-like frequencies; what they say does not matter, the
 models are random.
 
@@ -80,7 +80,8 @@ def make_row(prompt: Sequence[int], completion: Sequence[int]) -> Row:
 def draw_words(rng: np.random.Generator, vocab: int, count: int) -> list[int]:
     num_words = vocab - len(SPECIALS)
     ranks = np.exp(rng.random(count) * np.log(num_words)).astype(np.int64)
-    return [len(SPECIALS) + int(rank) for rank in np.minimum(ranks, num_words - 1)]
+    last = num_words - 1 - len(REPLIES)  # the tokenizer has replies for the words after it
+    return [len(SPECIALS) + int(rank) for rank in np.minimum(ranks, last)]
 
 
 def chat_rows(num_rows: int, vocab: int) -> list[Row]:
@@ -120,7 +121,7 @@ def long_rows(num_rows: int, vocab: int) -> list[Row]:
 
 
 def reading_rows(num_documents: int, vocab: int) -> list[Row]:
-    """Documents of about 700 tokens with eight questions each; a document's rows are neighbours."""
+    """Documents of about 700 tokens with eight questions each; a document's rows are neighbors."""
     rng = np.random.default_rng(21)
     rows = []
     for _ in range(num_documents):
@@ -133,7 +134,7 @@ def reading_rows(num_documents: int, vocab: int) -> list[Row]:
 
 
 def write_rows(rows: Sequence[Row], folder: Path) -> None:
-    """``rows.jsonl`` for those that take ids, ``messages.jsonl`` for those that tokenise."""
+    """``rows.jsonl`` for those that take ids, ``messages.jsonl`` for those that tokenize."""
     folder.mkdir(parents=True, exist_ok=True)
     with (
         (folder / "rows.jsonl").open("w") as ids_file,

@@ -35,9 +35,11 @@ from data import SMALL, Model
 from machine import memory_line, not_compared, print_memory, print_uncompared, take_turns, verdict
 from objectives import OBJECTIVES, SIGMOID, Objective
 from pairs import Lengths, Pair, make_pairs, write_pairs
-from report import Contender, is_taut, median_of_steps, memory_of, with_products
+from report import Contender, is_taut, median_of_steps, memory_of, with_cpu_matmul
 from sft import Bench, begin, make_bench, matches, parse_arguments
-from taut.models.lora import LoraConfig, apply_lora, save_adapter
+from taut.models.lora.adapters import apply_lora
+from taut.models.lora.merge import save_adapter
+from taut.models.settings import LoraConfig
 
 Result = dict[str, Any]
 
@@ -312,7 +314,7 @@ def print_case(name: str, result: Result, is_timed: bool) -> None:
         losses = " ".join(f"{loss:.5f}" for loss in row["losses"])
         right = {True: "", False: "  WRONG", None: "  not compared"}[row["is_correct"]]
         off = f"  off by {row['deviation']:.1e}" if "deviation" in row else ""
-        print(f"  {label:18}{speed if is_timed else ''}  {losses}{off}{right}  {row['products']}")
+        print(f"  {label:18}{speed if is_timed else ''}  {losses}{off}{right}  {row['cpu_matmul']}")
         others = [f"{k} {v:.0e}" for k, v in row.get("metric_deviations", {}).items()]
         if label.startswith("taut") and others:
             print(f"  {'':18}  off by: {', '.join(others)}")
@@ -349,7 +351,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as work:
         bench = make_bench(arguments, Path(work))
         for case in chosen:
-            every = with_products(case.contenders, arguments.products)
+            every = with_cpu_matmul(case.contenders, arguments.cpu_matmul)
             contenders = [c for c in every if matches(c.label, arguments.only)]
             found = measure(bench, case, contenders, arguments.rounds if case.is_timed else 1)
             print_case(case.name, found, case.is_timed)

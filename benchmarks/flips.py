@@ -10,7 +10,7 @@ many seeds. Generated sets, with ids in place of words:
     length    the same with the logarithm of the length, about 66%: the shorter is better, more often than not
     sums      the right sum of two numbers against a wrong one: nothing in the ids tells
 
-``--set NAME=PATH`` adds a set of real pairs, tokenised with ``--tokenizer``. PATH is a file of JSON or JSON lines
+``--set NAME=PATH`` adds a set of real pairs, tokenized with ``--tokenizer``. PATH is a file of JSON or JSON lines
 (.gz too) or a folder of such; rows may be ``{prompt, chosen, rejected}``, LLaMA-Factory's, hh-rlhf's, annotations of
 alpaca_eval, or ASDiv's questions (the wrong answer is then another question's). Real sets may hold flips of their own:
 what is said of them at 0% is what a user would see. Prints a table in Markdown, a cell with one number for each
@@ -163,7 +163,7 @@ def asdiv(rows: list[dict[str, Any]]) -> list[Text]:
     ]
 
 
-def tokenise(texts: list[Text], tokenizer: Any) -> list[PairIds]:
+def tokenize(texts: list[Text], tokenizer: Any) -> list[PairIds]:
     columns = [
         tokenizer(list(column), add_special_tokens=False)["input_ids"]
         for column in zip(*texts, strict=True)
@@ -234,7 +234,7 @@ def main() -> int:
             table(name, num, arguments.rates, sets)
     for name, path in (each.split("=", 1) for each in arguments.set):
         tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-        pairs = tokenise(read_texts(Path(path))[:20_000], tokenizer)
+        pairs = tokenize(read_texts(Path(path))[:20_000], tokenizer)
         for num in sorted({min(num, len(pairs)) for num in arguments.sizes}):
             draws = [np.random.default_rng(seed) for seed in range(arguments.seeds)]
             sets = [[pairs[at] for at in draw.permutation(len(pairs))[:num]] for draw in draws]

@@ -31,7 +31,7 @@ def common_prefix(left: Row, right: Row) -> int:
 
 
 def necessary(steps: Sequence[Sequence[Row]]) -> Work:
-    """Means over steps. Rows that share a prefix are neighbours: each is compared with the last."""
+    """Means over steps. Rows that share a prefix are neighbors: each is compared with the last."""
     tokens = pairs = targets = 0
     for rows in steps:
         for number, row in enumerate(rows):

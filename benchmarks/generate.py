@@ -43,7 +43,7 @@ from machine import (
 )
 from machine import verdict as verdict_on
 from sft import Bench, matches
-from taut.demo.fetch import get_model
+from taut_tools.demo.fetch import get_model
 
 Result = dict[str, Any]
 
@@ -132,7 +132,7 @@ def measure(bench: Bench, model: Path, case: Case, labels: Sequence[str], rounds
         tries=bench.tries,
     )
     found = {
-        label: summarise(case, turns.chosen(label)) | turns.state(label)
+        label: summarize(case, turns.chosen(label)) | turns.state(label)
         for label, some in turns.runs.items()
         if some
     }
@@ -166,7 +166,7 @@ def run_once(bench: Bench, model: Path, case: Case, label: str, turn: int) -> Re
     return run
 
 
-def summarise(case: Case, runs: Sequence[Result]) -> Result:
+def summarize(case: Case, runs: Sequence[Result]) -> Result:
     """A contender's line of the table."""
     seconds = median(run["seconds"] for run in runs)
     prefills = [run["prefill_seconds"] for run in runs if run["prefill_seconds"] is not None]
@@ -269,7 +269,7 @@ def print_case(name: str, result: Result) -> None:
         print(
             f"  {label:34}{row['tokens_per_second']:9.1f}{row['seconds']:9.1f}{prefill:>9}{decode:>8}"
             f"{row['cpu_seconds']:8.1f}{row['peak_mb']:9.0f}{row['peak_mb_above_imports']:13.0f}"
-            f"  {verdict(row)}; {row['products']}"
+            f"  {verdict(row)}; {row['cpu_matmul']}"
         )
     if result["ratio"]:
         to, value, target = (result["ratio"][key] for key in ("to", "value", "target"))

@@ -40,9 +40,9 @@ from asked import write_prompts
 from data import LONG, SMALL, Model
 from machine import memory_line, not_compared, print_memory, print_uncompared, take_turns, verdict
 from policies import POLICIES
-from report import Contender, is_taut, median_of_steps, memory_of, with_products
+from report import Contender, is_taut, median_of_steps, memory_of, with_cpu_matmul
 from sft import Bench, begin, make_bench, matches, parse_arguments
-from taut.demo.fetch import get_model
+from taut_tools.demo.fetch import get_model
 
 Result = dict[str, Any]
 
@@ -328,7 +328,7 @@ def print_case(name: str, result: Result) -> None:
         print(
             f"  {label:18}{row['seconds']:10.2f}{row['generation']:12.2f}{row['scoring']:9.2f}{row['training']:10.2f}"
             f"{row['cpu_seconds']:8.1f}{row['peak_mb']:9.0f}{row['peak_mb_above_imports']:13.0f}"
-            f"  {'WRONG' if row['is_correct'] is False else ''}  {row['products']}"
+            f"  {'WRONG' if row['is_correct'] is False else ''}  {row['cpu_matmul']}"
         )
     for ratio in result["ratios"]:
         goals = f" ({verdict(ratio)})" if ratio["not_compared"] else ""
@@ -396,7 +396,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as work:
         bench = make_bench(arguments, Path(work))
         for case in QUICK if arguments.quick else CASES:
-            every = with_products(case.contenders, arguments.products)
+            every = with_cpu_matmul(case.contenders, arguments.cpu_matmul)
             contenders = [c for c in every if matches(c.label, arguments.only)]
             if not matches(case.name, arguments.cases) or not contenders:
                 continue

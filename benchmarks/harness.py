@@ -25,8 +25,9 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from taut.evals.harness import EngineModel
-from taut.inference.open import ModelUse, open_engine, open_renderer
+from taut.inference.factory import open_engine, open_renderer
+from taut.inference.settings import ModelUse
+from taut_tools.lm_eval.harness import EngineModel
 
 WORDS = [
     "the",

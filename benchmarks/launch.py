@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.chat_runs import QUIET, chats, column, events, save_model, words_of, write_rows
-from tests.ray_clusters import nodes
+from tests.helpers.chat_runs import QUIET, chats, column, events, save_model, words_of, write_rows
+from tests.helpers.ray_clusters import nodes
 
 import taut
 

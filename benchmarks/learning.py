@@ -327,21 +327,21 @@ def record(found: Found, rows: Sequence[Result], folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "learning"
-    figure, panels = plt.subplots(1, len(found), figsize=(3.2 * len(found), 2.6), sharey=True)
-    for panel, (name, methods) in zip(panels, found.items(), strict=True):
-        panel.set(title=name, xlabel="completions", ylim=(0, 1))
+    figure, reward_sets = plt.subplots(1, len(found), figsize=(3.2 * len(found), 2.6), sharey=True)
+    for reward_set, (name, methods) in zip(reward_sets, found.items(), strict=True):
+        reward_set.set(title=name, xlabel="completions", ylim=(0, 1))
         start = methods["warm"]["0"]["curve"][-1]["accuracy"]
         for label in (label for label in LABELS if label in methods):
             runs = [run["curve"] for run in methods[label].values()]
             ends = [[0, *(point["samples"] for point in curve)] for curve in runs]
             heights = [[start, *(point["accuracy"] for point in curve)] for curve in runs]
-            colour = f"C{list(LABELS).index(label)}"
+            color = f"C{list(LABELS).index(label)}"
             for number, (across, up) in enumerate(zip(ends, heights, strict=True)):
-                panel.plot(
-                    across, up, color=colour, linewidth=0.8, label=None if number else LABELS[label]
+                reward_set.plot(
+                    across, up, color=color, linewidth=0.8, label=None if number else LABELS[label]
                 )
-        panel.legend(fontsize=7, loc="lower right", frameon=False)
-    panels[0].set_ylabel("held-out accuracy")
+        reward_set.legend(fontsize=7, loc="lower right", frameon=False)
+    reward_sets[0].set_ylabel("held-out accuracy")
     figure.tight_layout()
     figure.savefig(folder / "curves.svg", metadata={"Date": None})
 

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from taut.attention.recurrent import CHUNK
 from taut.data.packing import ALONE, PackPolicy, pack
-from taut.models import faster_layers
+from taut.models.cpu import faster_layers
 from taut.models.scorer import Scorer
 from taut.types import Sample
 

@@ -177,7 +177,7 @@ class Turns:
         return {
             "is_in_state": name not in self.outside(),
             "gflops": " and ".join(dict.fromkeys(map(str, spans))),
-            "products": self.chosen(name)[0].get("products") or "torch's default",
+            "cpu_matmul": self.chosen(name)[0].get("cpu_matmul") or "torch's default",
         }
 
 

@@ -1,6 +1,6 @@
 """The first step from a warm cache, by the number of rows: seconds, memory, and a step's planning.
 
-The rows are made, not tokenised: a source's arrays are written as they are cached. Each size is measured in a process
+The rows are made, not tokenized: a source's arrays are written as they are cached. Each size is measured in a process
 of its own, after its files were written (the page cache is warm): to load the data; to ask of all ids what a run does
 at its start; to make the order; to plan the first step, for which shards are opened and verified; then the median of
 later steps. ``data_mb`` is memory that belongs to files; ``own_mb`` is the rest.
@@ -48,10 +48,10 @@ def main() -> None:
 
 def write(folder: Path, num_rows: int) -> None:
     """A source's shards, as the cache has them: two thirds of a row are targets."""
-    from taut.data import cache
-    from taut.data.entries import Entry
+    from taut.data.store import cache
+    from taut.data.store.shards import Shard
 
-    def entries(_: int) -> Iterator[Entry]:
+    def shards(_: int) -> Iterator[Shard]:
         random = np.random.default_rng(0)
         for first in range(0, num_rows, PER_SHARD):
             count = min(PER_SHARD, num_rows - first)
@@ -69,25 +69,26 @@ def write(folder: Path, num_rows: int) -> None:
                 "line": np.arange(first + 1, first + count + 1),
                 "part": np.zeros(count, dtype=np.int32),
             }
-            yield Entry(arrays, count, (), ends=(END,))
+            yield Shard(arrays, count, (), ends=(END,))
 
-    cache.save(folder, KEY, entries)
+    cache.save(folder, KEY, shards)
 
 
 def measured(folder: Path) -> dict[str, float]:
-    from taut.data import cache
-    from taut.data.batching import BatchConfig, Budget, CostModel, Rows, assign
-    from taut.data.dataset import Dataset, SourcePart
+    from taut.data.batching import Budget, CostModel, Rows, assign
+    from taut.data.dataset import Dataset, SourceShards
+    from taut.data.settings import BatchConfig
+    from taut.data.store import cache
 
     begin = time.perf_counter()
     shards, reason = cache.load(folder, KEY)
     if shards is None:
         raise SystemExit(reason)
     names = ("rows",)
-    data = Dataset([SourcePart("rows", names, 1.0, KEY, shards, "rows", (), names)])
+    data = Dataset([SourceShards("rows", names, 1.0, KEY, shards, "rows", (), names)])
     data.described("train")
     loaded = time.perf_counter()
-    data.first_beyond(VOCAB)
+    data.first_id_over(VOCAB)
     assert data.num_ended == len(data)
     looked_at = time.perf_counter()
     rows = Rows(data)

@@ -10,7 +10,7 @@ own, on the same threads; the contenders take turns, round after round. The firs
 
     memory     the most that a process took until the end of its last step, less what it took after its imports: the
                resident set, on a GPU what torch handed out. Saving comes later. Of several ranks the one with the most
-    loaded     the same until the first step: reading, quantising, taut's checks
+    loaded     the same until the first step: reading, quantizing, taut's checks
     tokens/s   of the rows, over the median of the timed steps
     correct    whether the first loss is that of the plain run, or with a base of int8 or nf4 that of transformers and
                peft with the same base (int8: none of the peers computes the same products; printed, not judged)
@@ -55,7 +55,7 @@ class Setting:
     framework: str = "taut"
     rank: int = 0
     """Of adapters; 0: all weights train."""
-    quantise: str | None = None
+    quantize: str | None = None
     checkpointing: bool = False
     keys: dict[str, Any] = field(default_factory=dict)
     """taut's own, besides."""
@@ -73,7 +73,7 @@ class Setting:
         named = {"activation_checkpointing": True} if self.checkpointing else {}
         return {
             "rank": self.rank,
-            "quantise": self.quantise,
+            "quantize": self.quantize,
             "checkpointing": self.checkpointing,
             "keys": {**named, **self.keys},
         }
@@ -108,13 +108,13 @@ CASES: dict[str, tuple[Setting, ...]] = {
     "lora": (
         adapted("base in float32", keys={"frozen_dtype": "float32"}),
         adapted("base as on disk", keys={"frozen_dtype": "checkpoint"}),
-        adapted("base in int8", quantise="int8"),
-        adapted("base in nf4", quantise="nf4"),
-        adapted("base in nf4, checkpointing", quantise="nf4", checkpointing=True),
+        adapted("base in int8", quantize="int8"),
+        adapted("base in nf4", quantize="nf4"),
+        adapted("base in nf4, checkpointing", quantize="nf4", checkpointing=True),
         adapted("peft", "transformers"),
-        adapted("peft, nf4", "transformers", quantise="nf4"),
+        adapted("peft, nf4", "transformers", quantize="nf4"),
         adapted("peft", "trl"),
-        adapted("peft, nf4", "trl", quantise="nf4"),
+        adapted("peft, nf4", "trl", quantize="nf4"),
     ),
     "ranks": (
         Setting("plain"),
@@ -130,7 +130,7 @@ CASES: dict[str, tuple[Setting, ...]] = {
 def packages_of(setting: Setting, bench: Bench) -> list[str]:
     """Folders for the path of a peer that its environment lacks."""
     is_peer = setting.framework != "taut" and bench.device == "cpu"
-    return [str(folder_of("quant", bench.cache))] if is_peer and setting.quantise else []
+    return [str(folder_of("quant", bench.cache))] if is_peer and setting.quantize else []
 
 
 def why_not(setting: Setting, device: str) -> str:
@@ -140,7 +140,7 @@ def why_not(setting: Setting, device: str) -> str:
     if setting.num_ranks > torch.cuda.device_count():
         return f"needs {setting.num_ranks} devices, found {torch.cuda.device_count()}"
     wanted = {setting.framework, *(["peft"] if setting.rank else [])}
-    wanted |= {"bitsandbytes"} if setting.quantise else set()
+    wanted |= {"bitsandbytes"} if setting.quantize else set()
     missing = [name for name in sorted(wanted) if importlib.util.find_spec(name) is None]
     return f"needs {', '.join(missing)}" if missing else ""
 
@@ -228,8 +228,8 @@ def judge(table: dict[str, Result], dtype: str) -> None:
     """Whether those with the same numbers in their base began at the same loss; None where there is nobody to ask."""
     done = [row for row in table.values() if "error" not in row]
     for row in done:
-        base = row["setting"]["quantise"]
-        same = [other for other in done if other["setting"]["quantise"] == base]
+        base = row["setting"]["quantize"]
+        same = [other for other in done if other["setting"]["quantize"] == base]
         peers = [other for other in same if other["setting"]["framework"] == "transformers"]
         reference = (peers or same)[0]
         row["is_correct"] = None

@@ -55,7 +55,7 @@ OBJECTIVES = {
     "aot": _objective("aot", {"loss": "aot", "label_smoothing": 0.1}, label_smoothing=0.1),
     "aot_unpaired": _objective("aot_unpaired", {"loss": "aot_unpaired"}),
     "per token": _objective(
-        "sigmoid_norm", {"loss": "sigmoid", "length_normalised": True}, has_plain_rewards=False
+        "sigmoid_norm", {"loss": "sigmoid", "length_normalized": True}, has_plain_rewards=False
     ),
     "with sft": _objective(
         ["sigmoid", "sft"], {"loss": "sigmoid", "sft_weight": 0.5}, loss_weights=[1.0, 0.5]

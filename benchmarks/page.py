@@ -232,7 +232,7 @@ def events_of(
     }
     yield {"kind": "step", **at, **known, **samples, **numbers(OF_STEP)}
     if step % 5 < 3:  # every 15 s
-        yield {"kind": "utilisation", **at, **numbers(OF_MACHINE)}
+        yield {"kind": "utilization", **at, **numbers(OF_MACHINE)}
     if step % EVALUATED_EVERY == 0:
         share = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6}
         yield {"kind": "eval", **at, "loss": 2.0, "num_samples": 100, **share}

@@ -1,7 +1,7 @@
 """Pictures with questions about them, and a vision-language model, generated from fixed seeds: nothing is downloaded.
 
 A row is ``<bos>`` picture question ``<sep>`` answer ``<eos>`` over the words of ``data.py``; the four rows of a picture
-are neighbours. Pictures are JPEG files of smooth noise, their sides multiples of 28 pixels (a token's), drawn evenly:
+are neighbors. Pictures are JPEG files of smooth noise, their sides multiples of 28 pixels (a token's), drawn evenly:
 no size has to be changed for the model, for which libraries have filters that differ in the last digit.
 
 The model is a random Qwen2.5-VL. Per picture token its tower has about as many operations as its language model, as in

@@ -35,18 +35,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from data import Model, chat_rows, write_model, write_rows
 from taut.config import from_mapping
-from taut.data.cache import default_directory
-from taut.demo.fetch import get_model
+from taut.data.store.cache import default_directory
 from taut.methods.method import RunConfig
 from taut.models.load import quiet_library
 from taut.plan.memory import footprint, peak_bytes, predict_steps, tensors_of
 from taut.plan.models import Kernels
 from taut.plan.rates import calibrate
-from taut.plan.steps import workload
+from taut.plan.workload import workload
 from taut.run.inputs import load_inputs
 from taut.run.setup import build
 from taut.train import distributed
 from taut.train.trainer import train_step
+from taut_tools.demo.fetch import get_model
 
 REAL = "SmolLM2-135M-Instruct"
 MIB = 2**20

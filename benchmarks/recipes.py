@@ -27,18 +27,17 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from taut.commands.import_recipe import problem_of
 from taut.errors import TautError
-from taut.migrate.dialects import DIALECTS, Dialect
-from taut.migrate.examine import RecipeReport, examine
-from taut.migrate.frameworks.tables import words
-from taut.migrate.recipe import SUFFIXES, parsed, plain
-from taut.migrate.run_file import option_line
-from taut.migrate.script import Word, pairs
+from taut_tools.migrate.dialects import DIALECTS, Dialect
+from taut_tools.migrate.examine import RecipeReport, examine
+from taut_tools.migrate.import_recipe import problem_of
+from taut_tools.migrate.recipe import SUFFIXES, parsed, plain
+from taut_tools.migrate.run_file import option_line
+from taut_tools.migrate.script import Word, pairs
 
-LAUNCHERS = words(
-    "swift megatron trl torchrun accelerate deepspeed python python3 ray llamafactory-cli axolotl "
-    "srun uv docker"
+LAUNCHERS = (
+    *("swift", "megatron", "trl", "torchrun", "accelerate", "deepspeed", "python", "python3"),
+    *("ray", "llamafactory-cli", "axolotl", "srun", "uv", "docker"),
 )
 SAME = {
     "optim.learning_rate": ("learning_rate", "lr", "adam.lr", "actor.adam.lr"),

@@ -35,25 +35,27 @@ def memory_of(runs: Sequence[Result]) -> Result:
 class Contender:
     framework: str
     mode: str
-    products: str | None = None
+    cpu_matmul: str | None = None
     """The library of taut's products, where it has turns with each; None: as the run chooses."""
 
     @property
     def label(self) -> str:
-        return f"{self.framework} {self.mode}" + (f" ({self.products})" if self.products else "")
+        return f"{self.framework} {self.mode}" + (
+            f" ({self.cpu_matmul})" if self.cpu_matmul else ""
+        )
 
     @property
     def job(self) -> dict[str, str]:
         """Its part of a worker's job."""
-        return {"mode": self.mode} | ({"products": self.products} if self.products else {})
+        return {"mode": self.mode} | ({"cpu_matmul": self.cpu_matmul} if self.cpu_matmul else {})
 
 
-def with_products(contenders: Sequence[Contender], products: str | None) -> list[Contender]:
+def with_cpu_matmul(contenders: Sequence[Contender], cpu_matmul: str | None) -> list[Contender]:
     """``both``: taut's contenders once with each library."""
-    if products != "both":
+    if cpu_matmul != "both":
         return list(contenders)
     return [
-        replace(one, products=name)
+        replace(one, cpu_matmul=name)
         for one in contenders
         for name in (("mkl", "onednn") if one.framework == "taut" else (None,))
     ]
@@ -136,7 +138,7 @@ class Measured:
         return [run["steps"][1:] for run in self.runs]
 
 
-def summarise(rows: Sequence[Row], one: Measured, state: Result) -> Result:
+def summarize(rows: Sequence[Row], one: Measured, state: Result) -> Result:
     """A contender's line of the table."""
     if not one.runs:
         return {"error": one.error}
@@ -186,7 +188,7 @@ def ratios(table: dict[str, Result], targets: Targets) -> list[Result]:
     return found
 
 
-def utilisation(
+def utilization(
     model: Model,
     work: flops.Work,
     limits: Sequence[Result],
@@ -227,7 +229,7 @@ def print_case(name: str, result: Result) -> None:
         right = "yes" if row["is_correct"] else f"NO, off by {row['deviation']:.1e}"
         print(
             f"  {label:26}{row['tokens_per_second']:9.0f}{row['peak_mb']:9.0f}"
-            f"{row['peak_mb_above_imports']:13.0f}{row['first_loss']:12.5f}  {right}, {row['products']}"
+            f"{row['peak_mb_above_imports']:13.0f}{row['first_loss']:12.5f}  {right}, {row['cpu_matmul']}"
         )
     for ratio in result["ratios"]:
         target = f" (target {ratio['target']:g}: {verdict(ratio)})" if ratio["target"] else ""
@@ -235,8 +237,8 @@ def print_case(name: str, result: Result) -> None:
             target = f" ({verdict(ratio)})"
         print(f"  {ratio['of']}: {ratio['value']:.2f} x {ratio['to']}{target}")
     print_memory(result["memory"])
-    if "utilisation" in result:
-        used = result["utilisation"]
+    if "utilization" in result:
+        used = result["utilization"]
         goal = f" (target {used['target']:.0%}: {verdict(used)})" if used["target"] else ""
         parts = ", ".join(f"{part} {value:.0%}" for part, value in used["fractions"].items())
         print(

@@ -7,7 +7,7 @@ environments, feeds and rollouts are the real ones of a run; only the server, th
 
     64 x 8      64 trajectories of 8 turns, all under way at a time
     256 x 16    256 trajectories of 16 turns, 128 requests under way at most
-    judged      12 rollouts of 16 groups of 4 trajectories of 4 turns, 64 requests and 32 judgements under way at most,
+    judged      12 rollouts of 16 groups of 4 trajectories of 4 turns, 64 requests and 32 judgments under way at most,
                 and a training of 10 units after each; a fifth of the unit
     slow judge  the same, and judges that take three times as long as a turn
 
@@ -50,16 +50,20 @@ from transformers import PreTrainedTokenizerFast
 
 from machine import describe, print_machine
 from taut.config import from_mapping
-from taut.data.prompts import PromptRow
-from taut.data.render import Renderer
-from taut.data.stop_tokens import derive_stop_set
+from taut.data.order import Order
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import derive_stop_set
+from taut.data.rows.prompts import PromptRow
 from taut.inference.vllm import ServerEngine
-from taut.rewards.panel import Verdict
-from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step
-from taut.rl.lag import Draws, Lagging
-from taut.rl.rollout import RolloutConfig, RolloutWorker
+from taut.rewards.reward_set import RewardResult
+from taut.rl.async_rollouts import AsyncRollouts
+from taut.rl.dynamic_sampling import GroupChoice
+from taut.rl.environment import EnvironmentPool, Step
+from taut.rl.rollout import RolloutRequest, RolloutState
 from taut.rl.sampler import sample_trajectories
+from taut.rl.settings import EnvironmentConfig, RolloutConfig
 from taut.rl.turns import Bridge
+from taut.rl.worker import RolloutWorker
 from taut.train.distributed import Ranks
 from taut.types import Completion, Prompt
 
@@ -198,6 +202,9 @@ class Server(ServerEngine):
     def shared(self, work: Callable[[], Any], ranks: Any) -> list[Any]:
         return [work()]
 
+    def close(self) -> None:
+        """Nothing to close."""
+
     def update(self, version: int) -> None:
         self.version = version
 
@@ -234,12 +241,15 @@ class Server(ServerEngine):
 
 
 class Judge:
-    """A panel that takes its time for each answer."""
+    """A reward set that takes its time for each answer."""
 
     def __init__(self, case: Case, times: Times) -> None:
         self.clock, self.times = Clock(case.judge_places), times
 
-    def grade(self, answers: Any) -> list[Verdict]:
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def grade(self, answers: Any) -> list[RewardResult]:
         """The answers of a group, or of several, in their order."""
         seen: Counter[int] = Counter()
         waited = []
@@ -249,7 +259,7 @@ class Judge:
             seen[number] += 1
         for future in waited:
             future.result()
-        return [Verdict({}, float(number % 2)) for number, _ in enumerate(waited)]
+        return [RewardResult({}, float(number % 2)) for number, _ in enumerate(waited)]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -305,16 +315,16 @@ def worker_of(case: Case, times: Times, renderer: Renderer, lag: int) -> Rollout
         for n in range(case.groups * case.rollouts)
     ]
     keys = {"n": case.size, "lag": lag, "engine": "server", "urls": "http://127.0.0.1/v1"}
-    panel: Any = Judge(case, times) if case.rollouts > 1 else None
+    reward_set: Any = Judge(case, times) if case.rollouts > 1 else None
     return RolloutWorker(
         config=from_mapping(RolloutConfig, keys),
         prompts=rows,
         engine=Server(case, times, min(stops)),
-        panel=panel,
+        reward_set=reward_set,
         environments=pool,
         seed=0,
         ranks=Ranks(0, 1, torch.device("cpu")),
-        is_judged=panel is not None,
+        is_judged=reward_set is not None,
     )
 
 
@@ -323,9 +333,8 @@ def train(
 ) -> float:
     """Seconds of the rollouts, and of the training after each of several."""
     worker = worker_of(case, times, renderer, lag)
-    lagging = Lagging(
-        worker, lambda draw, taken: (draw, False), case.groups, Draws(next=0, open=[])
-    )
+    lagging = AsyncRollouts(worker, GroupChoice(), RolloutState())
+    order = Order((len(worker.prompts),), (1.0,), 0, case.groups, is_shuffled=False)
     began, seen = time.perf_counter(), []
     for number in range(case.rollouts):
         worker.engine.update(number)
@@ -336,10 +345,11 @@ def train(
             sampled = sample_trajectories(worker.engine, rows, sampling, worker.environments)
             worker.judge(sampled)
         elif lag:
-            rollout = lagging.take(number, number, case.rollouts - number)
+            rollout = lagging.take(RolloutRequest(number, order, number, case.rollouts - number))
+            lagging.commit(rollout, [])
             sampled = [t for group in rollout.all_groups for t in group.trajectories]
         else:
-            rollout = worker.roll(number, range(first, first + case.groups))
+            rollout = worker.take(RolloutRequest(number, order))
             sampled = [t for group in rollout.all_groups for t in group.trajectories]
         assert all(t.error is None and t.num_turns == case.turns for t in sampled)
         assert all(number - t.version <= lag for t in sampled)
@@ -347,7 +357,8 @@ def train(
         if case.rollouts > 1:
             time.sleep(times.training)
     seconds = time.perf_counter() - began
-    lagging.close()
+    if lag:
+        lagging.close()
     assert sorted(seen) == sorted(row.id for row in worker.prompts for _ in range(case.size))
     return seconds
 

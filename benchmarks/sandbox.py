@@ -56,7 +56,12 @@ HELD = """
 import json, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from taut.errors import SandboxError
-from taut.sandbox import Sandbox, Trial, choose
+try:
+    from taut.sandbox import Sandbox, Trial, choose  # where it was before it became a tool
+except ImportError:
+    from taut_tools.sandbox.box import Sandbox
+    from taut_tools.sandbox.limits import Trial
+    from taut_tools.sandbox.probe import choose
 num_tests, num_threads, num_programs = map(int, sys.argv[2:])
 try:
     box = Sandbox(choose(sys.argv[1]))

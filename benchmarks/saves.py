@@ -48,7 +48,7 @@ class Save(NamedTuple):
     writes: float
 
 
-def summarise(turns: Sequence[dict[str, Save]], quiet: Sequence[Took]) -> Result:
+def summarize(turns: Sequence[dict[str, Save]], quiet: Sequence[Took]) -> Result:
     """The lines of the table, and whether the target is met."""
     usual = Took(median(took.seconds for took in quiet), median(took.cpu for took in quiet))
     rows = {}

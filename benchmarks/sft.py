@@ -55,9 +55,9 @@ from report import (
     print_case,
     print_scaling,
     ratios,
-    summarise,
-    utilisation,
-    with_products,
+    summarize,
+    utilization,
+    with_cpu_matmul,
 )
 from taut.io import threads
 
@@ -128,7 +128,7 @@ class Bench:
     work: Path
     threads: int
     dtype: str
-    products: str | None = None
+    cpu_matmul: str | None = None
     """The library of taut's products; None: as each run chooses."""
     tries: int = 3
     """Rounds more, at most, of what cannot be compared."""
@@ -152,7 +152,7 @@ class Bench:
                 "dtype": self.dtype,
                 "result": str(result),
                 "scratch": str(Path(scratch, "out")),
-                **({"products": self.products} if self.products else {}),
+                **({"cpu_matmul": self.cpu_matmul} if self.cpu_matmul else {}),
                 **job,
             }
             job_file.write_text(json.dumps(whole))
@@ -247,7 +247,7 @@ def measure(bench: Bench, case: Case, contenders: Sequence[Contender]) -> Result
     ]
     compare_with_reference(bench, job, rows, [one for one in measured if one.runs])
     table = {
-        one.contender.label: summarise(rows, one, turns.state(one.contender.label))
+        one.contender.label: summarize(rows, one, turns.state(one.contender.label))
         for one in measured
     }
     ours = table.get(TAUT.label, {})
@@ -259,7 +259,7 @@ def measure(bench: Bench, case: Case, contenders: Sequence[Contender]) -> Result
     }
     if "error" not in ours and ours:
         limits = [run["limit"] for run in ours["runs"]]
-        result["utilisation"] = utilisation(
+        result["utilization"] = utilization(
             case.model,
             work,
             limits,
@@ -323,7 +323,7 @@ def parse_arguments(
         "--tries", type=int, default=3, help="rounds more, at most, of what cannot be compared"
     )
     parser.add_argument(
-        "--products",
+        "--cpu-matmul",
         choices=["auto", "mkl", "onednn", "both"],
         help="taut's library of float32 products; both: turns with each",
     )
@@ -343,19 +343,19 @@ def begin(arguments: argparse.Namespace) -> Result:
         "machine": machine,
         "threads": arguments.threads,
         "dtype": arguments.dtype,
-        "products": arguments.products,
+        "cpu_matmul": arguments.cpu_matmul,
         "cases": {},
     }
 
 
 def make_bench(arguments: argparse.Namespace, work: Path) -> Bench:
-    products = None if arguments.products == "both" else arguments.products
+    cpu_matmul = None if arguments.cpu_matmul == "both" else arguments.cpu_matmul
     return Bench(
         arguments.cache.absolute(),
         work,
         arguments.threads,
         arguments.dtype,
-        products,
+        cpu_matmul,
         arguments.tries,
     )
 
@@ -369,7 +369,7 @@ def main() -> int:
         for case in QUICK if arguments.quick else CASES:
             if not matches(case.name, arguments.cases):
                 continue
-            contenders = with_products(case.contenders(), arguments.products)
+            contenders = with_cpu_matmul(case.contenders(), arguments.cpu_matmul)
             chosen = [c for c in contenders if matches(c.label, arguments.only)]
             case = replace(case, num_rounds=arguments.rounds or case.num_rounds)
             results["cases"][case.name] = measure(bench, case, chosen)
@@ -396,7 +396,7 @@ def has_missed(case: Result) -> bool:
 
 def with_targets(case: Result) -> list[Result]:
     """The lines that have a target."""
-    lines = [*case["ratios"], case["memory"], case.get("utilisation")]
+    lines = [*case["ratios"], case["memory"], case.get("utilization")]
     return [line for line in lines if line and line["target"]]
 
 

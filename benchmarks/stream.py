@@ -2,7 +2,7 @@
 
 steps     chats, 4 layers of 256, a vocabulary of 8,192, 8 samples a step, as ``record.py`` has them: seconds a step,
           from a cached file and from a stream, in turns, each in a process of its own; the median of the steps, and
-          their mean, in which the windows are that are tokenised next to training
+          their mean, in which the windows are that are tokenized next to training
 memory    1,600 rows a file, without a model: memory of the process (RssAnon), and bytes of the record, after so many
           files; what a run has passed is removed as training does
 """

@@ -35,7 +35,7 @@ import data
 from machine import memory_line, not_compared, print_memory, print_uncompared, take_turns, verdict
 from peers.environments import folder_of
 from pictures import QUESTIONS, Asked, make_rows, write_model, write_rows
-from report import Contender, is_taut, median_of_steps, memory_of, with_products
+from report import Contender, is_taut, median_of_steps, memory_of, with_cpu_matmul
 from sft import Bench, begin, make_bench, matches, parse_arguments
 
 Result = dict[str, Any]
@@ -238,7 +238,7 @@ def print_case(name: str, result: Result) -> None:
         print(
             f"  {label:18}{row['samples_per_second']:10.2f}{row['tokens_per_second']:10.0f}"
             f"{row['step_seconds']:10.2f}{row['step_cpu_seconds']:8.1f}{row['peak_mb']:9.0f}"
-            f"{row['peak_mb_above_imports']:13.0f}  {losses}{off}{wrong}  {row['products']}"
+            f"{row['peak_mb_above_imports']:13.0f}  {losses}{off}{wrong}  {row['cpu_matmul']}"
         )
     for ratio in result["ratios"]:
         goal = f" ({verdict(ratio)})" if ratio["not_compared"] else ""
@@ -269,7 +269,7 @@ def main() -> int:
         for case in QUICK if arguments.quick else CASES:
             if not matches(case.name, arguments.cases):
                 continue
-            contenders = with_products((TAUT, *TRL, UNSHARED), arguments.products)
+            contenders = with_cpu_matmul((TAUT, *TRL, UNSHARED), arguments.cpu_matmul)
             chosen = [c for c in contenders if matches(c.label, arguments.only)]
             found = measure(bench, case, chosen, arguments.rounds)
             print_case(case.name, found)

@@ -15,11 +15,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping
+from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import pytest
+from tests.helpers.collection import compile_share, excluded, forks, is_left_out, marks_of_file
+from tests.helpers.quick import mark_slow
 
+if find_spec("hypothesis"):  # make gpu takes the Python that is there
+    from hypothesis import settings
+
+    settings.register_profile("any machine", deadline=None)
+    settings.load_profile("any machine")
 NUMBERS = count()
 MANY_MODULES = 100
 num_known_modules = 0
@@ -32,8 +43,59 @@ def pytest_configure() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is no CUDA device."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="do not leave cases to make test-slow because they take long (tests/helpers/quick.py)",
+    )
+    parser.addoption(
+        "--min-cases", type=int, default=0, help="leave so many cases of each function all the same"
+    )
+    parser.addoption(
+        "--all-cases-of", action="append", default=[], help="--all-cases for a function, by its id"
+    )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Workers share the work of compiling."""
+    worker: Mapping[str, Any] | None = getattr(session.config, "workerinput", None)
+    if worker is not None and not sys.dont_write_bytecode:
+        compile_share(session.config, worker)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which no test is asked for is not imported."""
+    is_test = collection_path.match("test_*.py")
+    return (is_test and bool(excluded(config) & marks_of_file(collection_path))) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> list[pytest.Item] | None:
+    """A function of which no case is asked for has none."""
+    is_test = name.startswith(("test", "Test")) and isinstance(obj, FunctionType | type)
+    return (
+        []
+        if is_test and is_left_out(collector.config, f"{collector.nodeid}::{name}", obj)
+        else None
+    )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Cases that take long are slow."""
+    if not item.config.getoption("--all-cases"):
+        mark_slow(item)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the quick tests those come first that need the fork server: they are among the first that one worker gets, so
+    that the others need none of their own, which takes ten seconds to import what it has. Tests marked gpu are skipped
+    where there is no CUDA device.
+    """
+    if "slow" in excluded(config):
+        items.sort(key=lambda item: not (isinstance(item, pytest.Function) and forks(item.module)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -48,7 +110,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """The garbage collector rests while modules and thousands of tests are made, and leaves alone what is there before
-    the first test.
+    the first test, garbage included: to look for it would take seconds.
     """
     gc.disable()
     try:
@@ -63,6 +125,7 @@ def pytest_runtest_teardown() -> None:
     memory, would look through their 700,000 objects for a second.
     """
     if len(sys.modules) > num_known_modules + MANY_MODULES:
+        gc.collect()
         leave_alone()
 
 
@@ -70,7 +133,6 @@ def leave_alone() -> None:
     """The garbage collector looks no more at any object that is there now."""
     global num_known_modules
     num_known_modules = len(sys.modules)
-    gc.collect()
     gc.freeze()
 
 
@@ -87,9 +149,9 @@ def own_cache(
         base = tmp_path_factory.getbasetemp()
         place = base / "taut-caches" / str(next(NUMBERS))
         monkeypatch.setenv("TAUT_CACHE", str(place))
-        if request.module.__name__ != "tests.unit.models.test_products":
+        if request.module.__name__ != "tests.unit.models.cpu.test_cpu_matmul":
             place.mkdir(parents=True)
-            (base / "taut-products").mkdir(exist_ok=True)
-            (place / "products").symlink_to(base / "taut-products")
-            if (products := sys.modules.get("taut.models.products")) is not None:
-                monkeypatch.setattr(products, "SETTLED", math.inf)
+            (base / "taut-cpu-matmul").mkdir(exist_ok=True)
+            (place / "cpu_matmul").symlink_to(base / "taut-cpu-matmul")
+            if (cpu_matmul := sys.modules.get("taut.models.cpu.cpu_matmul")) is not None:
+                monkeypatch.setattr(cpu_matmul, "SETTLED", math.inf)

@@ -1,6 +1,6 @@
 # Answers with a label; two thirds of them good.
 python trl/scripts/kto.py \
-    --dataset_name data/labelled \
+    --dataset_name data/labeled \
     --model_name_or_path tiny \
     --per_device_train_batch_size 6 \
     --learning_rate 5e-7 \

@@ -1,6 +1,6 @@
 """What is measured of a step: its time, the largest memory, the times the host waits for the GPU, the kernels that ran.
 
-    seconds     from one synchronisation to the next, over several steps after ``WARM_UP`` of them
+    seconds     from one synchronization to the next, over several steps after ``WARM_UP`` of them
     host syncs  torch.cuda.set_sync_debug_mode over one step more: every operation that makes the host wait, by its line
     kernels     torch.profiler over one step more: the largest by time, and those of attention
 

@@ -17,23 +17,27 @@ from data import Row, write_tokenizer
 from on_gpu import measure
 from on_gpu.rows import GROUP, samples_of
 from on_gpu.sizes import RANK, Size, build
-from taut.data.batching import BatchConfig, Budget
+from taut.data.batching import Budget
 from taut.data.order import Cursor
 from taut.data.packing import PackPolicy
-from taut.inference.engine import Sampling
+from taut.data.settings import BatchConfig
 from taut.inference.local import LocalEngine
-from taut.losses import LOSSES, Loss
+from taut.inference.settings import Sampling
+from taut.losses.loss import Loss
+from taut.losses.registry import LOSSES
 from taut.losses.supervised import CrossEntropy
-from taut.models import faster_layers
 from taut.models.attention_backends import select
 from taut.models.compiled_layers import compile_layers, require_compiler
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.cpu import faster_layers
+from taut.models.lora.adapters import apply_lora
 from taut.models.precision import backward_context, compute_context
 from taut.models.scorer import Scorer
+from taut.models.settings import LoraConfig
 from taut.train.distributed import Ranks
 from taut.train.monitors import Spikes, Untouched
 from taut.train.oom import build_fit
-from taut.train.optim import OptimConfig, build_optimizer
+from taut.train.optim import build_optimizer
+from taut.train.settings import OptimConfig
 from taut.train.trainer import Trainer, train_step
 from taut.types import Prompt, Tree
 

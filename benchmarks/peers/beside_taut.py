@@ -19,8 +19,8 @@ from torch import Tensor
 
 from taut.cli import main
 from taut.commands import train as _train  # noqa: F401 - loaded before the processes divide
-from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine, Row, policy_logits
+from taut.inference.settings import Sampling
 from taut.types import Prompt
 
 Phase = dict[tuple[int, ...], list[list[int]]]

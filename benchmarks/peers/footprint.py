@@ -31,12 +31,12 @@ def synchronize(device: str) -> None:
 
 
 def load(job: Job) -> Any:
-    """The model as transformers has it: float32 weights, or under adapters the compute dtype or a quantised base."""
+    """The model as transformers has it: float32 weights, or under adapters the compute dtype or a quantized base."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     compute = getattr(torch, job["dtype"])
     chosen: Job = {}
-    if job["quantise"] == "nf4":
+    if job["quantize"] == "nf4":
         chosen["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",

@@ -10,10 +10,10 @@ import numpy as np
 from generation import Job, Made, Work
 
 from taut.attention.layout import Layout
-from taut.inference.engine import Sampling
+from taut.inference.factory import open_engine
 from taut.inference.local import LocalEngine
-from taut.inference.open import ModelUse, open_engine
-from taut.models import products
+from taut.inference.settings import ModelUse, Sampling
+from taut.models.cpu import cpu_matmul
 from taut.types import Prompt
 
 
@@ -21,7 +21,7 @@ class Taut:
     def __init__(self, job: Job) -> None:
         opened = open_engine(ModelUse(model=job["model"], dtype=job["dtype"], device="cpu"))
         assert isinstance(opened.engine, LocalEngine)
-        self.products = products.active().name
+        self.cpu_matmul = cpu_matmul.active().name
         self.engine, self.seed = opened.engine, job["seed"]
         self.engine.stop_ids = frozenset()  # every completion has the length the case says
         self.prefill_seconds = 0.0
@@ -53,7 +53,7 @@ class Taut:
         )
         self.prefill_seconds = 0.0
         done = iter(self.engine.generate(prompts, sampling))
-        made = Made([], self.prefill_seconds, products=self.products)
+        made = Made([], self.prefill_seconds, cpu_matmul=self.cpu_matmul)
         for _ in prompts:
             some = [next(done) for _ in range(work.num_samples)]
             made.completions.append([one.ids_N.tolist() for one in some])

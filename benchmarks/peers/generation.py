@@ -42,7 +42,7 @@ class Made:
     """As far as the prompts have a time of their own."""
     logp: list[list[list[float]]] = field(default_factory=list)
     """Log-probabilities of the ids, where the contender says."""
-    products: str | None = None
+    cpu_matmul: str | None = None
     """The library of float32 products; None: torch's default."""
 
 
@@ -74,7 +74,7 @@ def run(load: Callable[[Job], Contender]) -> None:
         "logp": made.logp,
         "peak_mb": peak_mb(),
         "import_mb": import_mb,
-        **({} if made.products is None else {"products": made.products}),
+        **({} if made.cpu_matmul is None else {"cpu_matmul": made.cpu_matmul}),
     }
     if job["greedy"]:
         some = prompts[: job["greedy"]["prompts"]]

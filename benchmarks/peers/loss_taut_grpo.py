@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from taut import losses
 from taut.data.packing import pack
+from taut.inference.factory import open_engine
 from taut.inference.local import LocalEngine
-from taut.inference.open import ModelUse, open_engine
+from taut.inference.settings import ModelUse
+from taut.losses.loss import count_units
 from taut.losses.policy import PolicyGradient
 from taut.methods.grpo import GrpoConfig
 from taut.models.precision import backward_context, compute_context
@@ -89,7 +90,7 @@ def add_gradients(
 ) -> tuple[float, float]:
     """As the loop has it: each term by its count over the step. The loss, and the share of tokens held."""
     counts = {
-        term: sum(losses.count(unit, packed) for packed in microbatches)
+        term: sum(count_units(unit, packed) for packed in microbatches)
         for term, unit in loss.units.items()
     }
     value, held, num_targets = 0.0, 0.0, 0.0

@@ -13,14 +13,14 @@ import torch
 from recorder import Job, peak_mb
 
 import taut
-from taut.models import products
+from taut.models.cpu import cpu_matmul
 
 
 def main() -> None:
     job: Job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
     out = Path(job["scratch"], "run")
-    chosen = {"products": job["products"]} if "products" in job else {}
+    chosen = {"cpu_matmul": job["cpu_matmul"]} if "cpu_matmul" in job else {}
     import_mb = peak_mb()
     taut.sft(
         model=job["model"],
@@ -56,7 +56,7 @@ def main() -> None:
         "steps": steps,
         "peak_mb": peak_mb(),
         "import_mb": import_mb,
-        "products": products.active().name,
+        "cpu_matmul": cpu_matmul.active().name,
     }
     Path(job["result"]).write_text(json.dumps(result))
 

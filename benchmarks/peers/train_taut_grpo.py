@@ -22,7 +22,7 @@ from taut.config import from_mapping
 from taut.inference.local import LocalEngine
 from taut.losses.policy import PolicyGradient
 from taut.methods.grpo import Grpo
-from taut.models import products
+from taut.models.cpu import cpu_matmul
 from taut.rl import online
 from taut.train import trainer
 
@@ -66,8 +66,8 @@ def main() -> None:
     if job["turns"] > 1:
         own = {"name": f"{TURNS}:Turns", "max_turns": job["turns"]}
         keys["rollout"] |= {"environment": own}
-    if "products" in job:
-        keys["products"] = job["products"]
+    if "cpu_matmul" in job:
+        keys["cpu_matmul"] = job["cpu_matmul"]
     train.train(from_mapping(Grpo, keys | OFF))
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     trained = [event for event in events if event["kind"] == "step"]
@@ -89,7 +89,7 @@ def main() -> None:
         "peak_mb": phases.peak_mb + phases.helpers_mb,
         "helpers_mb": phases.helpers_mb,
         "import_mb": import_mb,
-        "products": products.active().name,
+        "cpu_matmul": cpu_matmul.active().name,
     }
     Path(job["result"]).write_text(json.dumps(result))
 

@@ -17,14 +17,14 @@ from torch import distributed
 from transformers import LlamaForCausalLM  # noqa: F401
 
 import taut
-from taut.models import products
+from taut.models.cpu import cpu_matmul
 from taut.train import trainer as loop
 
 
 def main() -> None:
     job: Job = json.loads(Path(sys.argv[1]).read_text())
     begin(job)
-    if job["quantise"]:
+    if job["quantize"]:
         import bitsandbytes  # noqa: F401
     device, out = job["device"], Path(job["scratch"], "run")
     import_mb = peak_mb(device)
@@ -52,7 +52,7 @@ def main() -> None:
         "dtype": job["dtype"],
         "device": device,
         "lora.rank": job["rank"],
-        "quantise": job["quantise"],
+        "quantize": job["quantize"],
         "batch.samples_per_step": job["samples_per_step"],
         "batch.shuffle": False,
         "optim.learning_rate": job["learning_rate"],
@@ -72,7 +72,7 @@ def main() -> None:
         if event["kind"] == "step"
     ]
     worst = max(of_ranks, key=lambda rank: float(rank["peak_mb"] - rank["import_mb"]))
-    result = {"steps": steps, **worst, "ranks": of_ranks, "products": products.active().name}
+    result = {"steps": steps, **worst, "ranks": of_ranks, "cpu_matmul": cpu_matmul.active().name}
     Path(job["result"]).write_text(json.dumps(result))
 
 

@@ -16,7 +16,7 @@ import torch
 from recorder import Job, peak_mb
 
 import taut
-from taut.models import products
+from taut.models.cpu import cpu_matmul
 from taut.train import trainer
 
 OFF = {"check": "off", "stop_check.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
@@ -27,7 +27,7 @@ def main() -> None:
     torch.set_num_threads(job["threads"])
     out = Path(job["scratch"], "run")
     spent = watch_steps()
-    chosen = {"products": job["products"]} if "products" in job else {}
+    chosen = {"cpu_matmul": job["cpu_matmul"]} if "cpu_matmul" in job else {}
     import_mb = peak_mb()
     taut.sft(
         model=job["model"],
@@ -66,7 +66,7 @@ def main() -> None:
         "steps": steps,
         "peak_mb": peak_mb(),
         "import_mb": import_mb,
-        "products": products.active().name,
+        "cpu_matmul": cpu_matmul.active().name,
     }
     Path(job["result"]).write_text(json.dumps(result))
 

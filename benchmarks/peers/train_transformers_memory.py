@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM  # noqa: F401  what every worker impor
 def main() -> None:
     job: Job = json.loads(Path(sys.argv[1]).read_text())
     begin(job)
-    if job["quantise"]:
+    if job["quantize"]:
         import bitsandbytes  # noqa: F401
     device, compute = job["device"], getattr(torch, job["dtype"])
     import_mb = peak_mb(device)

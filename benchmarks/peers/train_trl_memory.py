@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 def main() -> None:
     job: Job = json.loads(Path(sys.argv[1]).read_text())
     begin(job)
-    if job["quantise"]:
+    if job["quantize"]:
         import bitsandbytes  # noqa: F401
     device = job["device"]
     recorder = Recorder(job)

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation (GRPO), flat: the whole algorithm in one file, nothing imported from taut.
+"""Group relative policy optimization (GRPO), flat: the whole algorithm in one file, nothing imported from taut.
 
     python examples/flat/grpo.py --model DIR --data prompts.jsonl --out DIR --steps 20
 
@@ -80,11 +80,11 @@ def read(path, tokenizer):
         rows = {f"{path}:{i}": json.loads(line) for i, line in enumerate(lines, 1) if line.strip()}
     for place, row in rows.items():
         assert row["messages"][-1]["role"] == "user", f"{place}: nothing is asked at the end"
-        ids = tokenise(row["messages"], tokenizer, add_generation_prompt=True)
+        ids = tokenize(row["messages"], tokenizer, add_generation_prompt=True)
         yield Prompt(str(row.get("id", place)), ids, [str(row["answer"])])
 
 
-def tokenise(messages, tokenizer, **options):
+def tokenize(messages, tokenizer, **options):
     """The template writes the special tokens: the tokenizer must not add them a second time."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     return tokenizer(text, add_special_tokens=False).input_ids
@@ -94,7 +94,7 @@ def stop_ids(model, tokenizer):
     """What ends an answer: the last special token of a turn, and those that tokenizer and model name."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    end_of_turn = [i for i in tokenise(turns, tokenizer) if i in special][-1]
+    end_of_turn = [i for i in tokenize(turns, tokenizer) if i in special][-1]
     named = np.atleast_1d(model.generation_config.eos_token_id).tolist()  # one or several
     return special & {end_of_turn, tokenizer.eos_token_id, *named}
 

@@ -6,7 +6,7 @@ It is the plainest program that gives the numbers of ``taut sft`` (dtype=float32
 package is tested against. Each line of the data is {"messages": [{"role": ..., "content": ...}, ...]}.
 
 1. Render. For each assistant turn, the prompt (the messages before it and the generation prompt) and the row (the
-   messages up to it) are tokenised whole. The prompt must be an exact prefix of the row; what follows it, up to and
+   messages up to it) are tokenized whole. The prompt must be an exact prefix of the row; what follows it, up to and
    with the token that ends the turn, are the targets. Nothing else is learned.
 2. Order. Each epoch is a fresh permutation, epochs follow each other without a gap, and each step takes the next
    ``samples_per_step`` samples.
@@ -68,13 +68,13 @@ def read(path, tokenizer, max_length):
 
 
 def render(messages, tokenizer, place):
-    ids = tokenise(messages, tokenizer)
+    ids = tokenize(messages, tokenizer)
     targets = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or not message.get("train", True):
             continue
-        prompt = tokenise(messages[:i], tokenizer, add_generation_prompt=True)
-        row = tokenise(messages[: i + 1], tokenizer)
+        prompt = tokenize(messages[:i], tokenizer, add_generation_prompt=True)
+        row = tokenize(messages[: i + 1], tokenizer)
         assert row[: len(prompt)] == prompt, f"{place}: the prompt is no prefix of messages[{i}]"
         stop = end_of_turn(row, len(prompt), tokenizer) + 1
         assert ids[:stop] == row[:stop], f"{place}: messages[{i}] is rewritten once it is history"
@@ -83,7 +83,7 @@ def render(messages, tokenizer, place):
     return Sample(ids, targets)
 
 
-def tokenise(messages, tokenizer, **options):
+def tokenize(messages, tokenizer, **options):
     """The template writes the special tokens: the tokenizer must not add them a second time."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     return tokenizer(text, add_special_tokens=False).input_ids

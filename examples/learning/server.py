@@ -3,8 +3,8 @@
     python examples/learning/server.py MODEL        prints its address, and serves until its input ends
 
 Completions are of taut's engine, in waves: what has been asked for when one begins. A wave has one version of the
-weights. Protocol and weight updates are those of the server that the tests use (tests/fake_weight_sync.py). It is no
-teacher (``distill.url``), and says so.
+weights. Protocol and weight updates are those of the server that the tests use (tests/helpers/fake_weight_sync.py).
+It is no teacher (``distill.url``), and says so.
 GET /settled is answered when nobody asks for anything any more (settled.py).
 """
 
@@ -32,11 +32,11 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.fake_vllm import Body, _send
-from tests.fake_weight_sync import WeightServer
+from tests.helpers.fake_vllm import Body, _send
+from tests.helpers.fake_weight_sync import WeightServer
 
-from taut.inference.engine import Sampling
-from taut.inference.local import LocalConfig, LocalEngine
+from taut.inference.local import LocalEngine
+from taut.inference.settings import LocalConfig, Sampling
 from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer
 from taut.types import Completion, Prompt

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlflow
 
-PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval", "utilisation": "system"}
+PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval", "utilization": "system"}
 LEFT_OUT = ("step", "time")
 LONGEST = 6000
 """Characters of a parameter that MLflow takes."""

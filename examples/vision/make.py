@@ -3,7 +3,7 @@
     python examples/vision/make.py DIR
 
     DIR/model           a Qwen2.5-VL of 1M parameters, with its tokenizer and image processor
-    DIR/pictures/       PNG files of three sizes, a coloured shape in each
+    DIR/pictures/       PNG files of three sizes, a colored shape in each
     DIR/train.jsonl     four questions a picture, with answers
     DIR/eval.jsonl      the same for held-out pictures
 
@@ -31,7 +31,7 @@ from transformers import (
 
 Row = dict[str, Any]
 
-COLOURS = {
+COLORS = {
     "red": (205, 40, 35),
     "green": (35, 150, 60),
     "blue": (40, 70, 205),
@@ -55,12 +55,12 @@ BEFORE, IMAGE, AFTER, VIDEO = (
 SPECIALS = (END, USER, ASSISTANT, PAD, BEFORE, IMAGE, AFTER, VIDEO)
 WORDS = (
     "Which ",
-    "colour",
+    "color",
     "shape",
     "size",
     " is it",
     "Is it a ",
-    *COLOURS,
+    *COLORS,
     *SHAPES,
     *SCALES,
     "yes",
@@ -79,13 +79,13 @@ TEMPLATE = (
 class Scene(NamedTuple):
     """What is in a picture."""
 
-    colour: str
+    color: str
     shape: str
     scale: str
 
 
 def make_scene(draw: random.Random) -> Scene:
-    return Scene(draw.choice([*COLOURS]), draw.choice(SHAPES), draw.choice([*SCALES]))
+    return Scene(draw.choice([*COLORS]), draw.choice(SHAPES), draw.choice([*SCALES]))
 
 
 def paint(scene: Scene, draw: random.Random) -> Image.Image:
@@ -96,7 +96,7 @@ def paint(scene: Scene, draw: random.Random) -> Image.Image:
     canvas = ImageDraw.Draw(image)
     radius = draw.uniform(*SCALES[scene.scale]) * min(width, height)
     x, y = draw.uniform(radius, width - radius), draw.uniform(radius, height - radius)
-    red, green, blue = (shade + draw.randint(-25, 25) for shade in COLOURS[scene.colour])
+    red, green, blue = (shade + draw.randint(-25, 25) for shade in COLORS[scene.color])
     fill = (red, green, blue)
     left, top, right, bottom = x - radius, y - radius, x + radius, y + radius
     third = radius / 3
@@ -117,10 +117,10 @@ def questions(scene: Scene, draw: random.Random) -> list[tuple[str, str]]:
     while not is_right and asked[:2] == scene[:2]:
         asked = make_scene(draw)
     return [
-        ("Which colour is it?", scene.colour),
+        ("Which colour is it?", scene.color),
         ("Which shape is it?", scene.shape),
         ("Which size is it?", scene.scale),
-        (f"Is it a {asked.colour} {asked.shape}?", "yes" if is_right else "no"),
+        (f"Is it a {asked.color} {asked.shape}?", "yes" if is_right else "no"),
     ]
 
 

@@ -27,7 +27,7 @@ if sys.platform == "win32":
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from taut.errors import (
     AttentionError,
@@ -41,21 +41,23 @@ from taut.errors import (
     RenderError,
     TautError,
 )
-from taut.extras import require, requires_training
+from taut.io.extras import require, requires_training
 from taut.methods import METHODS, command_of
 
 if TYPE_CHECKING:
     from taut.checks.examine import Examination
-    from taut.commands.evaluate import Evaluate, Evaluated
-    from taut.commands.export import Export
-    from taut.commands.generate import Generate, Generated
-    from taut.commands.merge import Merge, Merged
-    from taut.commands.score import Score, Scored
-    from taut.commands.teach import Taught, Teach
-    from taut.commands.train import Result
-    from taut.commands.verify import Finding, Verify
+    from taut.commands.evaluate import Evaluated
+    from taut.commands.generate import Generated
+    from taut.commands.merge import Merged
+    from taut.commands.score import Scored
+    from taut.commands.settings import Evaluate, Generate, Merge, Score, Teach, Verify
+    from taut.commands.teach import Taught
+    from taut.commands.verify import Finding
     from taut.methods.method import RunConfig as Run
+    from taut.run.ending import Result
     from taut.run.states import RunState
+
+    Export: TypeAlias = object  # taut_tools.export.settings.Export: the core imports no tool
 
 _T = TypeVar("_T")
 
@@ -114,7 +116,7 @@ def runs(*directories: str | PathLike[str]) -> list[RunState]:
 
 @requires_training
 def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:
-    """Print the resolved configuration and the first samples, their targets coloured. Takes a run of any ``method``."""
+    """Print the resolved configuration and the first samples, their targets colored. Takes a run of any ``method``."""
     from taut.commands import show as command
 
     command.show(_configure_run(run, keys))
@@ -137,59 +139,70 @@ def check(
 def generate(config: Generate | str | PathLike[str] | None = None, /, **keys: Any) -> Generated:
     """Generate completions of a file of prompts, as JSONL."""
     from taut.commands import generate as command
+    from taut.commands.settings import Generate
 
-    return command.generate(_configure(command.Generate, config, keys))
+    return command.generate(_configure(Generate, config, keys))
 
 
 @requires_training
 def evaluate(config: Evaluate | str | PathLike[str] | None = None, /, **keys: Any) -> Evaluated:
     """Evaluate a model on questions with known answers."""
     from taut.commands import evaluate as command
+    from taut.commands.settings import Evaluate
 
-    return command.evaluate(_configure(command.Evaluate, config, keys))
+    return command.evaluate(_configure(Evaluate, config, keys))
 
 
 @requires_training
 def score(config: Score | str | PathLike[str] | None = None, /, **keys: Any) -> Scored:
     """Score a file of answers with a reward model; with accuracy and calibration where the rows have labels."""
     from taut.commands import score as command
+    from taut.commands.settings import Score
 
-    return command.score(_configure(command.Score, config, keys))
+    return command.score(_configure(Score, config, keys))
 
 
 @requires_training
 def verify(config: Verify | str | PathLike[str] | None = None, /, **keys: Any) -> list[Finding]:
     """Compare a model, or the server that serves it, with its contract: one finding per question."""
     from taut.commands import verify as command
+    from taut.commands.settings import Verify
 
-    return command.verify(_configure(command.Verify, config, keys))
+    return command.verify(_configure(Verify, config, keys))
 
 
 @requires_training
 def teach(config: Teach | str | PathLike[str] | None = None, /, **keys: Any) -> Taught:
     """Write a teacher's top logprobs of a data set to a file, for ``distill``."""
     from taut.commands import teach as command
+    from taut.commands.settings import Teach
 
-    return command.teach(_configure(command.Teach, config, keys))
+    return command.teach(_configure(Teach, config, keys))
 
 
 @requires_training
 def merge(config: Merge | str | PathLike[str] | None = None, /, **keys: Any) -> Merged:
     """Merge a base model and a LoRA adapter into one model directory."""
     from taut.commands import merge as command
+    from taut.commands.settings import Merge
 
-    return command.merge(_configure(command.Merge, config, keys))
+    return command.merge(_configure(Merge, config, keys))
 
 
 @requires_training
 def export(config: Export | str | PathLike[str] | None = None, /, **keys: Any) -> Path:
-    """Export a model as one GGUF file; prints a summary and returns the file's path."""
+    """Export a model as one GGUF file; prints a summary and returns the file's path. ``config``: a TOML file, or the
+    configuration of ``taut export``.
+    """
     require("gguf", "taut.export")
-    from taut.commands import export as command
+    from taut.commands import registry
     from taut.config import home_path
+    from taut.io.user_code import named
 
-    chosen = _configure(command.Export, config, keys)
-    command.run(chosen)
+    command = registry.find("export")
+    assert command is not None and command.config is not None
+    chosen = _configure(named(command.config), config, keys)
+    named(command.call)(chosen)
     return home_path(chosen.out)
 
 
@@ -231,7 +244,7 @@ def _configure_run(run: Run | str | PathLike[str] | None, keys: dict[str, Any]) 
 
 def _configure(cls: type[_T], config: _T | str | PathLike[str] | None, keys: dict[str, Any]) -> _T:
     from taut.config import from_mapping, replace
-    from taut.data.given_rows import as_paths
+    from taut.data.read.in_memory import as_paths
 
     keys = as_paths(cls, keys)
     if isinstance(config, cls):
@@ -254,7 +267,7 @@ else:
             return RunConfig
         if name == "Result":
             require("train", "taut.Result")
-            from taut.commands.train import Result
+            from taut.run.ending import Result
 
             return Result
         if name in METHODS:

@@ -1,4 +1,4 @@
-"""The command line: words -> a configuration -> a call of the library. No further behaviour.
+"""The command line: words -> a configuration -> a call of the library. No further behavior.
 
 Settings are ``key=value``, ``--key=value``, ``--key value``, or ``--key`` alone for a boolean key. A single word is the
 TOML or YAML file that they override or, for commands that take a model or a run, that model or run (then only a word
@@ -29,318 +29,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut import __version__
-from taut.errors import ConfigError, Interrupted, RankFailed, TautError
-from taut.extras import explained_imports, require
-from taut.io import threads
-from taut.io.console import guarded, is_first_on_host, one_line, tell
-from taut.io.imports import named
+from taut.commands import registry
+from taut.commands.registry import TRAIN, Command
+from taut.errors import CheckFailed, ConfigError, Interrupted, RankFailed, TautError
+from taut.io import allocator, progress, threads
+from taut.io.console import guarded, is_first_on_host, one_line, print_line
+from taut.io.extras import explained_imports, require
+from taut.io.user_code import named
 from taut.methods import METHODS, published
 from taut.train.signals import SIGNALS, Interrupt, Interrupts
 
-OF_KIND = re.compile(r"[\w.-]+(==[\w.]+)?:")
-"""How a word begins that is a file of another framework, as trl:run.yaml or trl==0.18.0:run.yaml."""
+RECIPE_SPEC = re.compile(r"[\w.-]+(==[\w.]+)?:")
+"""Prefix of a file of another framework, as in trl:run.yaml or trl==0.18.0:run.yaml."""
 CTRL_C = 130
 ENDING = tuple(number for number in SIGNALS if number != signal.SIGINT)
-"""Signals that end any command in one line; Ctrl-C is Python's own KeyboardInterrupt."""
+"""Signals that end any command with one line; Ctrl-C is Python's own KeyboardInterrupt."""
 
+ELSEWHERE = ("finetune", "fine-tune", "train", "tune")
+"""Commands of other tools, which name no method."""
 
-class Command(NamedTuple):
-    """A command. Code is named as ``module:name`` and imported when the command runs."""
-
-    words: str
-    """The usage: its arguments as text."""
-    about: str
-    call: str
-    """Function of the configuration; an integer result is the exit code."""
-    config: str | None = None
-    """The configclass; without one, the function takes the ``key=value`` words."""
-    alone: tuple[str, ...] = ()
-    """The keys that single words set, in order."""
-    many: str | None = None
-    """The key of the list that collects single words."""
-    is_raw: bool = False
-    """The function takes the TOML or YAML file and the settings, and makes its configuration itself."""
-    has_method: bool = False
-    """The run may be of any method, chosen by the key ``method``."""
-    extras: tuple[str, ...] = ("train",)
-    """The extras that it needs (taut.extras)."""
-
-
-TRAIN = "taut.commands.train:train"
-OTHERS = {
-    "teach": Command(
-        "MODEL data.train=FILE out=FILE",
-        "write a teacher's top logprobs to a file, for distill",
-        "taut.commands.teach:run",
-        "taut.commands.teach:Teach",
-        ("model",),
-    ),
-    "show": Command(
-        "[RUN.toml | RUN.yaml] [key=value ...]",
-        "print the configuration and which tokens are targets; of a run (--step N RUN) a step",
-        "taut.commands.show:show",
-        "taut.methods.method:RunConfig",
-        has_method=True,
-    ),
-    "tokenise": Command(
-        "[RUN.toml | RUN.yaml] [out=DIR] [key=value ...]",
-        "tokenise the data of a run before it, into the cache or a directory that runs take as data.train",
-        "taut.commands.tokenise:main",
-        "taut.methods.method:RunConfig",
-        is_raw=True,
-        has_method=True,
-    ),
-    "check": Command(
-        "[RUN.toml | RUN.yaml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] "
-        "[--full] [--all] [--json] [--cluster]",
-        "find what is wrong with a run before it is trained",
-        "taut.commands.check:main",
-        "taut.commands.check:CheckRun",
-        is_raw=True,
-        has_method=True,
-    ),
-    "import": Command(
-        "KIND:FILE [--processes N] [--force] > RUN.toml",
-        "write another framework's recipe as the file of a run",
-        "taut.commands.import_recipe:run",
-        "taut.commands.import_recipe:ImportRecipe",
-        ("recipe",),
-        extras=(),
-    ),
-    "plan": Command(
-        "[RUN.toml | RUN.yaml | --model DIR] [--gpus N] [--gpu-memory 80GiB]",
-        "predict the memory and the step time of a run",
-        "taut.commands.plan:main",
-        "taut.commands.plan:Plan",
-        is_raw=True,
-        has_method=True,
-    ),
-    "resume": Command(
-        "OUT [key=value ...]",
-        "resume a run from its directory",
-        "taut.commands.resume:run",
-        alone=("out",),
-    ),
-    "runs": Command(
-        "[DIR ...]",
-        "list runs: state, step, loss, checkpoint",
-        "taut.commands.runs:run",
-        "taut.commands.runs:Runs",
-        many="directories",
-        extras=(),
-    ),
-    "launch ray": Command(
-        "RUN.toml [nodes=2] [gpus_per_node=8] [key=value ...]",
-        "train on several machines of a Ray cluster, and go on where one of them dies",
-        "taut.commands.launch:ray",
-        "taut.commands.launch:LaunchRay",
-        is_raw=True,
-        has_method=True,
-        extras=("train", "ray"),
-    ),
-    "launch slurm": Command(
-        "RUN.toml [nodes=2] [gpus_per_node=8] [--dry-run] [key=value ...]",
-        "train on several machines as a job of Slurm, which goes on after its time limit",
-        "taut.commands.launch_slurm:slurm",
-        "taut.commands.launch_slurm:LaunchSlurm",
-        is_raw=True,
-        has_method=True,
-    ),
-    "rollouts": Command(
-        "RUN [step=N] [sort=reward]",
-        "print the rollouts of a step, with their rewards",
-        "taut.commands.rollouts:run",
-        "taut.commands.rollouts:Rollouts",
-        ("out",),
-    ),
-    "page": Command(
-        "RUN|DIR ... [out=FILE.html]",
-        "show runs in a browser: every token, rollout and curve, live or in one file",
-        "taut.commands.page:run",
-        "taut.commands.page:Page",
-        many="runs",
-    ),
-    "generate": Command(
-        "MODEL prompts=FILE out=FILE",
-        "generate completions of a file of prompts, as JSONL",
-        "taut.commands.generate:run",
-        "taut.commands.generate:Generate",
-        ("model",),
-    ),
-    "eval": Command(
-        "MODEL data=FILE",
-        "evaluate a model on questions with known answers",
-        "taut.commands.evaluate:run",
-        "taut.commands.evaluate:Evaluate",
-        ("model",),
-    ),
-    "data stats": Command(
-        "IN ...",
-        "print what a data set holds: rows, lengths, duplicates",
-        "taut.commands.data:run_stats",
-        "taut.commands.data:Stats",
-        many="data",
-    ),
-    "data dedup": Command(
-        "IN ... out=FILE.jsonl|DIR/",
-        "remove exact and near duplicates",
-        "taut.commands.data:run_dedup",
-        "taut.commands.data:Dedup",
-        many="data",
-        extras=("train", "data"),
-    ),
-    "data decontaminate": Command(
-        "IN ... out=FILE.jsonl|DIR/ against=[FILE]",
-        "remove rows that hold a question of an evaluation",
-        "taut.commands.data:run_decontaminate",
-        "taut.commands.data:Decontaminate",
-        many="data",
-    ),
-    "data filter": Command(
-        "IN ... out=FILE.jsonl|DIR/",
-        "keep rows by length, language, loss, reward, pass rate or column",
-        "taut.commands.data_filter:run",
-        "taut.commands.data_filter:Filter",
-        many="data",
-    ),
-    "score": Command(
-        "MODEL data=FILE out=FILE",
-        "score a file of answers with a reward model, as JSONL",
-        "taut.commands.score:run",
-        "taut.commands.score:Score",
-        ("model",),
-    ),
-    "serve-reward": Command(
-        "MODEL [port=5000]",
-        "serve a reward model over HTTP",
-        "taut.commands.serve_reward:run",
-        "taut.commands.serve_reward:ServeReward",
-        ("model",),
-    ),
-    "chat": Command(
-        "MODEL",
-        "chat with a model in the terminal",
-        "taut.commands.chat:run",
-        "taut.commands.chat:Chat",
-        ("model",),
-    ),
-    "verify": Command(
-        "MODEL [--engine server --url URL]",
-        "verify that a model, or its server, matches its contract",
-        "taut.commands.verify:run",
-        "taut.commands.verify:Verify",
-        ("model",),
-    ),
-    "merge": Command(
-        "MODEL ADAPTER out=DIR",
-        "merge a base model and a LoRA adapter",
-        "taut.commands.merge:run",
-        "taut.commands.merge:Merge",
-        ("model", "adapter"),
-    ),
-    "export": Command(
-        "MODEL out=FILE.gguf",
-        "export one GGUF file for llama.cpp and programs built on it",
-        "taut.commands.export:run",
-        "taut.commands.export:Export",
-        ("model",),
-        extras=("train", "gguf"),
-    ),
-    "push": Command(
-        "RUN NAME [private=false] [out=DIR]",
-        "upload the model of a run, with a model card, to the Hugging Face hub",
-        "taut.commands.push:run",
-        "taut.commands.push:Push",
-        ("run", "name"),
-    ),
-    "schema": Command(
-        "[METHOD]",
-        "print the JSON schema of a run's TOML or YAML file, for editors",
-        "taut.commands.schema:run",
-        "taut.commands.schema:Schema",
-        ("method",),
-        extras=(),
-    ),
-    "completion": Command(
-        "bash|zsh|fish",
-        "print a script with which a shell completes commands, keys and values",
-        "taut.commands.completion:run",
-        "taut.commands.completion:Completion",
-        ("shell",),
-        extras=(),
-    ),
-    "sandbox": Command(
-        "[--json]",
-        "test the sandbox mechanisms of this machine",
-        "taut.commands.sandbox:run",
-        "taut.commands.sandbox:SandboxReport",
-    ),
-    "demo": Command(
-        "[key=value ...]",
-        "train a small real model, offline, in minutes",
-        "taut.demo:main",
-        extras=("train", "gguf"),
-    ),
-}
-"""The commands that do not train."""
-WITH_KEY = {
-    ("show", "step"): Command(
-        "--step N RUN",
-        "print the samples of a step with the losses that a run recorded",
-        "taut.commands.show_step:run",
-        "taut.commands.show_step:ShowStep",
-        ("out",),
-    ),
-    ("eval", "tasks"): Command(
-        "MODEL tasks=lm-eval:NAME[,NAME ...]",
-        "evaluate a model on tasks of lm-evaluation-harness",
-        "taut.commands.evaluate_tasks:run",
-        "taut.commands.evaluate_tasks:EvaluateTasks",
-        ("model",),
-        extras=("train", "lm-eval"),
-    ),
-    ("check", "cluster"): Command(
-        "--cluster [RUN.toml | RUN.yaml] [key=value ...] [--json]",
-        "find what is wrong with the machines of a run before it is launched",
-        "taut.commands.check_cluster:main",
-        "taut.commands.check_cluster:CheckClusterRun",
-        is_raw=True,
-        has_method=True,
-    ),
-    ("check", "recipe"): Command(
-        "--recipe KIND:FILE [--processes N] [--json]",
-        "find what is wrong with another framework's recipe",
-        "taut.commands.check_recipe:run",
-        "taut.commands.check_recipe:CheckRecipe",
-        extras=(),
-    ),
-}
-"""What a command is where a key is set."""
-GROUPS = {
-    "Look at a run, before and after": (
-        *("show", "tokenise", "import", "check", "plan", "resume", "runs", "rollouts", "page"),
-    ),
-    "Train on several machines": tuple(name for name in OTHERS if name.startswith("launch ")),
-    "Look at data, and take rows out": tuple(name for name in OTHERS if name.startswith("data ")),
-    "Use and judge a model": ("generate", "eval", "score", "serve-reward", "chat", "verify"),
-    "Save it elsewhere": ("merge", "export", "push"),
-    "This machine": ("schema", "completion", "sandbox", "demo"),
-}
-"""Groups of ``taut --help``, after that of the commands that train, and of teach, which prepares it."""
-FAMILIES = {name.partition(" ")[0] for name in OTHERS if " " in name}
-"""First words of the commands whose names are two words."""
 EXAMPLE = "taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
-
-
-def commands() -> dict[str, Command]:
-    """Every command by name: one for each training method, then the others."""
-    training = {
-        name.replace("_", "-"): Command(
-            "[RUN.toml | RUN.yaml] [key=value ...]", about, TRAIN, place
-        )
-        for name, (place, about) in METHODS.entries.items()
-    }
-    return training | OTHERS
 
 
 class Words(NamedTuple):
@@ -354,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     threads.set_defaults()
-    with guarded(), Interrupts.watching(ENDING) as interrupts:
+    allocator.bound_kernel_cache()
+    with guarded(), progress.drawn(), Interrupts.watching(ENDING) as interrupts:
         code = _run_guarded(words, interrupts)
     if code == Interrupted.exit_code and arguments is None:
         for number in SIGNALS:  # a repeated signal must not change the exit code
@@ -390,7 +99,7 @@ def _run_guarded(words: Sequence[str], interrupts: Interrupts) -> int:
 
 
 def _of_others(error: Exception) -> RankFailed | None:
-    """The failure of another rank that brought this one about: torchrun ends the others by a signal, and collectives
+    """Return the failure of another rank that caused this one: torchrun ends the others by a signal, and collectives
     break.
     """
     if "RANK" not in os.environ or "torch" not in sys.modules or isinstance(error, RankFailed):
@@ -408,7 +117,7 @@ def _end(error: TautError) -> int:
 
 
 def _report(line: str, exit_code: int) -> int:
-    """Print the final line; of several ranks, the first to fail does. Returns the exit code."""
+    """Print the final line; of several ranks, only the first that fails prints it. Returns the exit code."""
     if "RANK" in os.environ:
         if "torch" in sys.modules:
             from taut.train import distributed
@@ -418,35 +127,42 @@ def _report(line: str, exit_code: int) -> int:
             is_first = is_first_on_host()
         if not is_first:
             return exit_code
-    tell(line)
+    print_line(line)
     return exit_code
 
 
 def _dispatch(words: Sequence[str]) -> int:
+    """Answer a question about taut, or find the command of these words and run it. Returns the exit code."""
+    # questions about taut itself
     if not words or words[0] in ("-h", "--help", "help"):
         _print(usage())
         return 0 if words else 2
     if words[0] == "--complete":  # of the scripts of ``taut completion``
         from taut.commands.completion import complete
 
-        _print("\n".join(complete(words[1:], commands())))
+        _print("\n".join(complete(words[1:])))
         return 0
     if words[0] == "--version":
         _print(f"taut {__version__}")
         return 0
-    known, words = commands(), joined(words)
+
+    # the command, or the nearest one in an error
+    words = joined(words)
     if words[0] in METHODS:
-        words[0] = words[0].replace("_", "-")  # as ``method`` has it
-    command = known.get(words[0])
+        words[0] = words[0].replace("_", "-")  # online_dpo is online-dpo
+    command = command_of(words)
     if command is None:
-        near = difflib.get_close_matches(words[0], known, n=1) or ["sft"]
-        if words[0].partition(" ")[0] in FAMILIES:
+        near = difflib.get_close_matches(words[0], registry.names(), n=1)
+        if words[0].partition(" ")[0] in registry.families():
             return _run_family(words)
-        meant = published(words[0]) or f"taut {near[0]}"
+        meant = published(words[0]) or (f"taut {near[0]}" if near else "")
+        meant = "taut sft" if words[0] in ELSEWHERE else meant
+        hint = f"did you mean '{meant}'?" if meant else "is it a method, as in 'taut sft'?"
         raise ConfigError(
-            f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean '{meant}'?"
+            f"found the command {words[0]!r}; expected one of those that 'taut --help' lists; {hint}"
         )
-    command = command_with(words, command)
+
+    # its help, or the run
     for word, following in zip(words[1:], [*words[2:], ""], strict=False):
         if word in ("-h", "--help") or word.startswith("--help="):
             topic = word.partition("=")[2] or ("" if following[:1] == "-" else following)
@@ -456,18 +172,17 @@ def _dispatch(words: Sequence[str]) -> int:
 
 
 def joined(words: Sequence[str]) -> list[str]:
-    """The words with the name of the command as the first, which of a family is two: ``data dedup``."""
-    if words[0] in FAMILIES and len(words) > 1:
+    """Join the two words that name a command of a family, as in ``data dedup``, into the first word."""
+    if len(words) > 1 and registry.find(words[0]) is None and words[0] in registry.families():
         return [" ".join(words[:2]), *words[2:]]
     return list(words)
 
 
 def _run_family(words: Sequence[str]) -> int:
-    """``taut data`` without one of its tools: print them. Raises ConfigError where another word is in its place."""
+    """Print the tools of a family, for ``taut data`` alone. Raises ConfigError if another word follows."""
     family, _, tool = words[0].partition(" ")
-    known = {
-        name: command.about for name, command in commands().items() if name.startswith(f"{family} ")
-    }
+    names = [name for name in registry.names() if name.startswith(f"{family} ")]
+    known = {name: command.about for name in names if (command := registry.find(name))}
     if tool not in ("", "-h", "--help"):
         tools = [name.partition(" ")[2] for name in known]
         near = difflib.get_close_matches(tool, tools, n=1)
@@ -481,24 +196,26 @@ def _run_family(words: Sequence[str]) -> int:
     return 0 if tool else 2
 
 
-def command_with(words: Sequence[str], command: Command) -> Command:
-    """What the command of these words is: another one where a key makes it so (``WITH_KEY``)."""
+def command_of(words: Sequence[str]) -> Command | None:
+    """Return the command of these words, or None if a key selects another one, as in ``taut show --step``."""
     keys = [word.partition("=")[0].removeprefix("--") for word in words[1:]]
-    return next((WITH_KEY[words[0], key] for key in keys if (words[0], key) in WITH_KEY), command)
+    return registry.find_with(words[0], keys)
 
 
 def usage() -> str:
     """Every command with its description, in groups."""
     from taut.commands import help
 
-    known = commands()
-    named = {name for names in GROUPS.values() for name in names}
-    training = {"Train a model": [name for name in known if name not in named]}
-    groups = {
-        title: {name: known[name].about for name in names}
-        for title, names in {**training, **GROUPS}.items()
-    }
-    return help.overview(groups, EXAMPLE)
+    groups: dict[str, dict[str, str]] = {title: {} for title in registry.TITLES}
+    for name in registry.names():
+        try:
+            command = registry.find(name)
+        except ConfigError as error:
+            groups.setdefault("Cannot be imported", {})[name] = str(error)
+        else:
+            assert command is not None
+            groups.setdefault(command.group or "More commands", {})[name] = command.about
+    return help.overview({title: named for title, named in groups.items() if named}, EXAMPLE)
 
 
 def config_class(command: Command) -> type[Any]:
@@ -509,29 +226,33 @@ def config_class(command: Command) -> type[Any]:
 
 
 def _run(name: str, command: Command, words: Sequence[str]) -> int:
+    """Make the configuration of a command from its words, call the command, and report. Returns the exit code."""
+    progress.show("reading the configuration")
+
+    # what can be refused before heavy imports
     for extra in command.extras:
         require(extra, f"taut {name}")
     if command.call == TRAIN:
         _require_free_out(words)
-    from taut.config import ELSEWHERE, INSTEAD, describe, load
+    from taut.config import describe, foreign_keys, load
     from taut.io import temporary
 
+    # words -> the file of settings and key=value -> the configuration; then the call
     temporary.clear()
-    call = _import_name(command.call)
     if command.config is None:
         path, overrides = sort_words(words, set(), command.alone)
         if path is not None:
             raise ConfigError(
                 f"found {str(path)!r}; taut {name} takes key=value only, as in steps=10"
             )
-        result = call(overrides)
+        given: Sequence[Any] = [overrides]
     else:
         cls = config_class(command)
         classes = METHODS.values() if command.has_method else [cls]
         rows = [row for described in (cls, *classes) for row in describe(described)]
         keys = {row.key for row in rows}
         switches = {row.key for row in rows if row.type == "true | false"}
-        foreign = {*ELSEWHERE, *INSTEAD} - keys
+        foreign = {name for table in foreign_keys() for name in table} - keys
         sorted_words = sort_words(words, switches, command.alone, command.many, foreign)
         if "data.train" in keys:
             overrides = [
@@ -543,22 +264,33 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
                 re.sub(r"^\s*method\s*=.*", lambda match: match[0].replace("-", "_"), word)
                 for word in sorted_words.overrides
             ]
-            sorted_words = sorted_words._replace(overrides=overrides)  # as the command has it
+            sorted_words = sorted_words._replace(overrides=overrides)  # online-dpo is online_dpo
         if command.has_method:
             _require_no_method(name, sorted_words.path)
         if command.has_method and not command.is_raw:
             cls = _import_name("taut.methods.method:class_of")(*sorted_words)
-        result = call(*sorted_words) if command.is_raw else call(load(cls, *sorted_words))
+        given = sorted_words if command.is_raw else [load(cls, *sorted_words)]
+
+    # torch is imported once the keys are not refused
+    progress.show("loading torch and transformers")
+    call = _import_name(command.call)
+    progress.hide()
+    result = call(*given)
+    progress.hide()
+
+    # what the result says: the first rank prints notices, every rank fails
     if os.environ.get("RANK", "0") == "0":
         if notice := getattr(result, "notice", None):
             _print(notice)
         if warning := getattr(result, "warning", None):
             sys.stderr.write(f"taut: warning: {one_line(warning)}\n")
+    if failure := getattr(result, "failure", None):
+        return _report(f"taut: error: {one_line(failure)}", CheckFailed.exit_code)
     return result if isinstance(result, int) else 0
 
 
 def _require_no_method(name: str, path: Path | None) -> None:
-    """Refuse ``taut plan grpo``: the word is where a file of settings is named."""
+    """Refuse ``taut plan grpo``: a word there names a file of settings."""
     method = str(path).replace("-", "_")
     if path is not None and method in METHODS and not path.exists():
         raise ConfigError(
@@ -567,7 +299,7 @@ def _require_no_method(name: str, path: Path | None) -> None:
 
 
 def _require_free_out(words: Sequence[str]) -> None:
-    """Refuse an ``out`` that is in use before torch is imported: seconds sooner than ``train``, which checks again."""
+    """Refuse an ``out`` in use before torch is imported: seconds sooner than ``train``, which checks again."""
     from taut.config import SUFFIXES, read_settings, user_path
     from taut.train.run_dir import require_usable
 
@@ -584,7 +316,7 @@ def _require_free_out(words: Sequence[str]) -> None:
 
 
 def _help(name: str, command: Command, topic: str | None) -> str:
-    from taut.commands import help, keys
+    from taut.commands import help
 
     lines = [*help.usage(name, command.words), ""]
     if command.config is None:
@@ -592,11 +324,13 @@ def _help(name: str, command: Command, topic: str | None) -> str:
         assert module is not None and module.origin is not None
         source = ast.parse(Path(module.origin).read_text(encoding="utf-8"))
         return "\n".join([*lines, help.filled_page(ast.get_docstring(source) or "")])
-    rows = keys.rows_of(command.config)
-    if rows is None:  # a method from outside of this package
+    try:
+        cls = config_class(command)
+    except ImportError:  # of another package, whose keys need more than pydantic
         for extra in command.extras:
             require(extra, f"taut {name} --help")
-        rows = keys.described(config_class(command))
+        raise
+    rows = help.rows_of(cls)
     is_training = command.call == TRAIN
     return "\n".join([*lines, *help.command_help(name, command.about, rows, topic, is_training)])
 
@@ -614,10 +348,9 @@ def sort_words(
     many: str | None = None,
     foreign: Collection[str] = (),
 ) -> Words:
-    """The file of settings, and every setting as ``key=value``.
-
-    ``alone``: the keys that single words set, in order; ``many``: the key that collects them in a list; ``foreign``:
-    keys of other frameworks, which may be switches there.
+    """Sort words into the file of settings and every setting as ``key=value``. ``alone``: keys that single words set,
+    in order; ``many``: key that collects them in a list; ``foreign``: keys of other frameworks, which may be switches
+    there.
     """
     from taut.config import SUFFIXES
 
@@ -628,11 +361,11 @@ def sort_words(
         word = rest.popleft()
         if word.startswith("--"):
             overrides.append(_from_flag(word[2:], rest, switches, foreign))
-        elif "=" in word and not (alone and OF_KIND.match(word)):
+        elif "=" in word and not (alone and RECIPE_SPEC.match(word)):
             overrides.append(word)
         elif many:
             together.append(word)
-        elif alone and (OF_KIND.match(word) or not word.endswith(SUFFIXES)):
+        elif alone and (RECIPE_SPEC.match(word) or not word.endswith(SUFFIXES)):
             key = next(keys, None)
             if key is None:
                 wanted = " and ".join(name.upper() for name in alone)

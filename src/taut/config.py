@@ -6,28 +6,36 @@ kind than the field's, and keys that are set twice. Values are checked, never re
 
 The value of an override is TOML (``1e-4``, ``true``, ``[1, 2]``); a value that is not TOML, or of no kind that the
 field takes, is text (``out=1`` is a directory called 1). ``none`` unsets an optional field. The texts of a list need
-no quotes, which a shell would remove (``lora.targets=[q_proj,v_proj]``).
+no quotes, which a shell would remove (``lora.targets=[q_proj,v_proj]``), and a list of one no brackets. What begins
+like a list or a table of a field that takes one, and is none, is an error.
 
 ``explain`` turns pydantic's errors into one line: unknown keys first, with the nearest known key (or the key with
 the function of another framework's), then values of another kind, then missing keys. Keys and values are shortened.
+Keys that contradict each other are in the table ``rules`` of their class (conflicts.py).
 
-Imports errors, io.files and, for YAML, io.yaml_tables only.
+Imports errors, conflicts, io.files and, for YAML, io.yaml_tables only.
 """
 
 from __future__ import annotations
 
+import ast
 import bisect
 import dataclasses
 import difflib
 import fnmatch
+import inspect
 import json
 import os
 import re
+import sys
 import tomllib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
+from functools import cache
+from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 from urllib.parse import urlsplit
@@ -37,6 +45,12 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
 
+from taut import conflicts
+from taut.conflicts import Conflict, annotation_of_values, is_table, one_line, shortened
+from taut.conflicts import annotation_of as annotation_of
+from taut.conflicts import changed as changed
+from taut.conflicts import fields_of as fields_of
+from taut.conflicts import written as written
 from taut.errors import ConfigError
 from taut.io import files
 
@@ -58,13 +72,10 @@ DEEPEST = 32
 WIDEST = 2**63
 """TOML's integers are smaller in size."""
 IS_TRAINING = "optim.learning_rate"
-"""The key by which a command that trains is recognised."""
+"""The key by which a command that trains is recognized."""
 
 ERRORS_SHOWN = 3
 """Mistakes in one message."""
-SHOWN = 80
-"""Characters of a key or a value in a message."""
-
 EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "a table",
@@ -79,257 +90,38 @@ EXPECTED = {
 }
 """pydantic's error types in our words."""
 
-ELSEWHERE = {
-    name: tuple(keys.split())
-    for keys, names in {
-        "model": (
-            "actor_model base_model model_id model_name model_name_or_path model_path policy_model pretrain "
-            "pretrained_model pretrained_model_name_or_path"
-        ),
-        "out": "ckpt_path logging_dir output output_dir output_path run_name save_dir save_path",
-        "data.train": (
-            "data_files data_path dataset dataset_dir dataset_name dataset_path datasets prompt_data prompt_dataset "
-            "train_data train_dataset train_file train_files"
-        ),
-        "data.eval": "eval_data eval_dataset eval_file val_dataset val_files validation_file",
-        "data.max_length": (
-            "block_size cutoff_len max_len max_prompt_length max_seq_len max_seq_length model_max_length "
-            "prompt_max_len seq_len seq_length sequence_length"
-        ),
-        "data.too_long": "truncation truncation_strategy",
-        "data.template": "apply_chat_template chat_template chat_template_path tokenizer_chat_template",
-        "data.chat_template_kwargs": "apply_chat_template_kwargs enable_thinking template_kwargs",
-        "data.system": "default_system system_message system_prompt",
-        "data.columns": (
-            "chosen_key dataset_prompt_column dataset_text_field input_key label_names output_key prompt_key "
-            "rejected_key remove_unused_columns text_column"
-        ),
-        "data.targets": (
-            "assistant_only_loss completion_only_loss loss_scale mask_history response_template train_on_inputs "
-            "train_on_prompt"
-        ),
-        "data.images.max_pixels": "image_max_pixels",
-        "data.workers": "dataset_num_proc dataset_processes num_proc preprocessing_num_workers",
-        "data.cache": "load_from_cache_file overwrite_cache",
-        "data.streaming": "dataset_streaming streaming",
-        "data.streaming_window": "shuffle_buffer_size",
-        "parallel.tensor": "tensor_model_parallel_size tensor_parallel_size tp_size",
-        "steps": "max_steps num_steps num_training_steps total_steps total_training_steps train_iters",
-        "epochs": "max_epochs n_epochs num_epochs num_train_epochs total_epochs",
-        "seed": "data_seed random_seed",
-        "dtype": "bf16 fp16 mixed_precision model_dtype param_dtype precision torch_dtype",
-        "device": "device_map gpu_ids use_cpu",
-        "attention": "attention_backend attn attn_impl attn_implementation flash_attn use_flash_attn",
-        "activation_checkpointing": (
-            "gradient_checkpointing gradient_checkpointing_enable recompute recompute_granularity"
-        ),
-        "freeze lora.targets": "freeze_aligner freeze_llm freeze_vision_tower freeze_vit",
-        "resume": "auto_resume load_checkpoint resume_from resume_from_checkpoint",
-        "overwrite": "overwrite_output_dir",
-        "batch.samples_per_step": (
-            "batch_size effective_batch_size global_batch_size gradient_accumulation_steps "
-            "per_device_train_batch_size rollout_batch_size train_batch_size"
-        ),
-        "batch.tokens_per_microbatch": (
-            "eval_batch_size max_tokens_per_gpu micro_batch_size micro_train_batch_size mini_batch_size "
-            "per_device_eval_batch_size ppo_max_token_len_per_gpu"
-        ),
-        "optim.name": "optim_type optimizer optimizer_type",
-        "optim.state": "use_8bit_adam",
-        "optim.learning_rate": "actor_learning_rate actor_lr lr max_lr peak_lr",
-        "optim.weight_decay": "wd",
-        "optim.beta1": "adam_beta1",
-        "optim.beta2": "adam_beta2",
-        "optim.eps": "adam_epsilon adam_eps",
-        "optim.schedule": "lr_decay_style lr_schedule lr_scheduler lr_scheduler_type scheduler",
-        "optim.warmup_steps": "lr_warmup_steps num_warmup_steps",
-        "optim.warmup_ratio": "lr_warmup_fraction lr_warmup_ratio warmup warmup_fraction",
-        "optim.min_learning_rate_ratio": "min_lr min_lr_rate min_lr_ratio",
-        "optim.clip_grad_norm": "clip_grad grad_clip grad_norm gradient_clip_val max_grad_norm max_norm",
-        "lora.rank": (
-            "finetuning_type lora_r lora_rank peft peft_type r sft_type train_type tuner_type use_lora use_peft"
-        ),
-        "lora.alpha": "lora_alpha",
-        "lora.dropout": "lora_dropout",
-        "lora.targets": "lora_target lora_target_modules target_modules",
-        "lora.modules_to_save": "additional_target lora_modules_to_save",
-        "lora.adapter": "adapter_name_or_path adapters",
-        "lora.rslora": "use_rslora",
-        "lora.dora": "use_dora",
-        "noise.neftune_alpha": "neftune_noise_alpha",
-        "eval.every": "do_eval eval_interval eval_steps eval_strategy evaluation_strategy test_freq",
-        "eval.best": "load_best_model_at_end metric_for_best_model",
-        "checkpoint.every": "save_freq save_interval save_steps save_strategy",
-        "checkpoint.keep": "max_ckpt_num save_total_limit",
-        "log.every": "log_interval logging_steps logging_strategy",
-        "log.wandb": "use_wandb wandb_project",
-        "log.wandb log.tensorboard log.trackio log.sinks": "logger report_to trackers",
-        "reward.centering_coef": "center_rewards_coefficient",
-        "*.loss": "importance_sampling_level loss_type policy_loss pref_loss",
-        "*.beta": "pref_beta",
-        "*.kl_coef": "beta init_kl_coef kl_beta kl_loss_coef kl_penalty_coef use_kl_loss",
-        "*.sft_weight": "cpo_alpha pref_ftx rpo_alpha sft_alpha",
-        "dpo.divergence": "f_divergence_type",
-        "simpo.gamma": "simpo_gamma",
-        "reference.model": "ref_model ref_model_name_or_path reference_model",
-        "reference.file": "precompute_ref_log_probs",
-        "reference.update_every": "ref_model_sync_steps sync_ref_model",
-        "reference.update_mix": "ref_model_mixup_alpha",
-        "distill.teacher": "teacher_model teacher_model_name_or_path",
-        "rollout.n": "group_size n_samples_per_prompt num_generations num_return_sequences num_samples",
-        "rollout.max_new_tokens": (
-            "completion_length generate_max_len max_completion_length max_response_length response_length"
-        ),
-        "rollout.epochs": "num_iterations num_ppo_epochs ppo_epochs",
-        "rollout.minibatches": "generation_batch_size num_mini_batches ppo_mini_batch_size steps_per_generation",
-        "rollout.dynamic_sampling_rounds": "dynamic_sample dynamic_sampling",
-        "rollout.engine": "use_vllm vllm_mode",
-        "rollout.urls": "vllm_server_base_url vllm_server_host vllm_server_port",
-        "rewards": (
-            "remote_rm_url reward_fn reward_func reward_funcs reward_function reward_functions reward_model "
-            "reward_model_path reward_weights"
-        ),
-        "shaping.missing_eos_penalty": "missing_eos_penalty non_stop_penalty",
-        "shaping.overlong": "mask_truncated_completions overlong_filter",
-        "*.clip_low *.clip_high": "clip_range clip_ratio cliprange eps_clip epsilon",
-        "*.clip_low": "clip_ratio_low epsilon_low",
-        "*.clip_high": "clip_ratio_high epsilon_high",
-        "*.dual_clip": "clip_ratio_c delta",
-        "*.loss_aggregation": "loss_agg_mode",
-        "*.old_logprobs": "bypass_mode",
-        "*.rollout_correction_veto": "rollout_token_veto_threshold",
-        "grpo.advantage": "adv_estimator advantage_estimator scale_rewards",
-        "*.entropy_coef": "entropy_coeff",
-        "*.entropy_target": "target_ent target_entropy",
-        "ppo.gae_lambda": "gae_lambda lambd",
-        "ppo.value_clip": "cliprange_value value_clip_range",
-        "ppo.value_coef": "vf_coef",
-        "critic.learning_rate": "critic_learning_rate critic_lr",
-        "critic.model": "critic_model value_model value_model_path",
-    }.items()
-    for name in names.split()
-}
-"""Names of other frameworks (TRL, transformers, LLaMA-Factory, ms-swift, OpenRLHF, verl, axolotl) -> the keys here;
-``*`` stands for any table. A suggestion names the keys that the command has."""
-
-RENAMED = {
-    "guard": "rollout_monitor",
-    "rollout_monitor.max_silent": "rollout_monitor.max_without_signal",
-    "rollout_monitor.warn_difference": "rollout_monitor.warn_logprob_difference",
-    "rollout_monitor.max_difference": "rollout_monitor.max_logprob_difference",
-    "rollout_monitor.warn_effective": "rollout_monitor.warn_effective_size",
-    "rollout_monitor.warn_stops": "rollout_monitor.warn_stop_drop",
-    "divergence": "loss_monitor",
-    "stop": "stop_check",
-    "stop_check.tokens": "stop_check.max_new_tokens",
-    "stop_check.share": "stop_check.min_share",
-    "contract.tokens": "contract.max_new_tokens",
-    "optim.rates": "optim.group_learning_rates",
-    "lora.train_rows": "lora.train_token_rows",
-    "reward.centring": "reward.centering_coef",
-    "rollout.refills": "rollout.dynamic_sampling_rounds",
-    "rollout.replay": "rollout.replay_groups",
-    "rollout.ahead": "rollout.lag",
-    "rollout.asynchronous": "rollout.lag",
-    "url": "urls",
-    "rollout.url": "rollout.urls",
-    "key": "api_key_env",
-    "server.key": "server.api_key_env",
-    "remote.key": "remote.api_key_env",
-    "rollout.server.key": "rollout.server.api_key_env",
-    "rollout.environment.remote.key": "rollout.environment.remote.api_key_env",
-    "shaping.missing_stop": "shaping.missing_eos_penalty",
-    "shaping.length_cost": "shaping.length_penalty",
-    "best_of_n.at_least": "best_of_n.min_reward",
-    "ppo.lam": "ppo.gae_lambda",
-    "ppo.bootstrap_cut": "ppo.bootstrap_truncated",
-    "*.average": "*.loss_aggregation",
-    "*.correction": "*.rollout_correction",
-    "*.correction_level": "*.rollout_correction_level",
-    "*.correction_cap": "*.rollout_correction_cap",
-    "*.correction_floor": "*.rollout_correction_floor",
-    "*.kl_value": "*.kl_estimator",
-    "*.sapo_positive": "*.sapo_tau_positive",
-    "*.sapo_negative": "*.sapo_tau_negative",
-    "*.entropy": "*.log_entropy",
-}
-"""Keys and tables of earlier versions -> their names now; ``*`` stands for any table. They are refused; the error gives
-the new name."""
 
 REWARD_KEYS = (
     "a reward has name, weight, label, timeout, inside, after, judges and options; what one reward alone takes is in "
     "options: options.{}"
 )
-INSTEAD = {
-    name: sentence
-    for sentence, names in {
-        (
-            "batches are always packed, without padding, and samples do not see each other; "
-            "batch.tokens_per_microbatch is the size of a micro-batch"
-        ): (
-            "group_by_length neat_packing pack_dataset packing packing_samples packing_strategy pad_to_max_length "
-            "padding padding_free sample_packing use_dynamic_bsz use_remove_padding"
-        ),
-        "quantise=nf4 or int8 quantises the base under adapters (QLoRA: lora.rank and quantise)": (
-            "bnb_4bit_compute_dtype bnb_4bit_quant_type load_in_4bit load_in_8bit quant_bits quant_method "
-            "quantization quantization_bit quantization_config"
-        ),
-        (
-            "start the command with torchrun --nproc-per-node N -m taut ...: weights, gradients and optimizer are "
-            "sharded over the ranks"
-        ): (
-            "accelerate_config ddp_backend deepspeed fsdp fsdp_config nnodes nproc_per_node num_gpus num_processes "
-            "zero_stage"
-        ),
-        "torchrun shards over all ranks; there is no pipeline, expert or sequence parallelism": (
-            "context_parallel_size expert_model_parallel_size pipeline_model_parallel_size ring_attn_size "
-            "sequence_parallel sequence_parallel_size ulysses_sequence_parallel_size"
-        ),
-        "rows are tokenised once and read ahead of training; there is nothing to set": (
-            "dataloader_num_workers dataloader_pin_memory num_workers"
-        ),
-        "the command says what is trained: taut sft, taut dpo, taut grpo, ...": (
-            "do_predict do_train rlhf_type stage task trainer trainer_type"
-        ),
-        "the output head runs in chunks over the targets only; there is nothing to switch on": (
-            "cut_cross_entropy enable_liger_kernel liger_kernel use_liger use_liger_kernel"
-        ),
-        "vLLM runs as a server with settings of its own; rollout.engine=server rollout.urls=... uses it": (
-            "gpu_memory_utilization vllm_gpu_memory_utilization vllm_max_model_len vllm_tensor_parallel_size"
-        ),
-        "taut launch ray servers=N gives ranks and servers GPUs of their own; where both are to compute on the same, "
-        "rollout.engine=local generates with the weights that train": (
-            "colocate colocate_all_models sleep_level vllm_enable_sleep vllm_enable_sleep_mode"
-        ),
-        "taut launch ray servers=N starts servers; gpus_per_server is the tensor parallelism of each": (
-            "num_servers vllm_num_engines"
-        ),
-        "rewards are judged by processes on the first rank's machine; a reward model elsewhere has a URL": (
-            "num_reward_workers reward_workers"
-        ),
-        "nothing is uploaded; upload the directory out/model when the run is finished": (
-            "hub_model_id hub_strategy push_to_hub"
-        ),
-        "held-out rows are named by data.eval: a file of their own, or { path = ..., share = [0.95, 1] } of a source": (
-            "split_dataset_ratio test_size val_size validation_split_percentage"
-        ),
-        "limit takes the first rows of a source: data.train=[{ path = ..., limit = 1000 }]": (
-            "max_eval_samples max_samples max_train_samples"
-        ),
-        "a source's weight says how many times its rows are seen: data.train=[{ path = ..., weight = 2 }]": (
-            "repeat repeats"
-        ),
-        "a revision of the hub's is part of a model's name: model=owner/name@revision": (
-            "model_revision ref_model_revision revision teacher_model_revision"
-        ),
-        "the end tokens are derived from the chat template; 'taut show' prints them": "eos_token pad_token",
-        "rollouts are drawn from the whole distribution (rollout.temperature); eval.answers.sampling has the keys of "
-        "held-out answers": "min_p top_k top_p",
-        "compile=true compiles the decoder layers": "torch_compile",
-    }.items()
-    for name in names.split()
-}
-"""Names of other frameworks without a key here -> the alternative."""
+
+
+@cache
+def _foreign() -> dict[str, Any]:
+    text = resources.files("taut").joinpath("foreign_keys.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def foreign_value(key: str, value: Any) -> str | None:
+    """The setting here for a value that other frameworks have for the key; None where none is known."""
+    settings = _foreign()["values"].get(key, {})
+    word = str(value).lower()
+    return next((ours for ours, values in settings.items() if word in values.split()), None)
+
+
+@cache
+def foreign_keys() -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Names of other frameworks -> the keys here, and names without a key here -> the alternative."""
+    table = _foreign()
+    return (
+        {
+            name: tuple(keys.split())
+            for keys, names in table["keys"].items()
+            for name in names.split()
+        },
+        {name: why for why, names in table["instead"].items() for name in names.split()},
+    )
 
 
 def explain(
@@ -337,11 +129,13 @@ def explain(
     tree: Mapping[str, Any],
     assigned: set[tuple[str, ...]],
     places: tuple[str, str],
-    keys: Sequence[str],
-) -> str:
-    """The mistakes in ``tree``. ``places``: the origin of the keys in ``assigned``, and of the others; ``keys``: those
-    of the configuration.
+    cls: type[Any],
+    prefix: str = "",
+) -> ConfigError:
+    """The mistakes in ``tree``, as one error with the code of the first. ``places``: the origin of the keys in
+    ``assigned``, and of the others; ``cls``: the configuration.
     """
+    keys = [key for key, *_ in _leaves(cls, "")]
     details_of: dict[KeyPath, list[Any]] = {}
     for detail in error.errors(include_url=False):
         details_of.setdefault(_path_of(detail, tree), []).append(detail)
@@ -351,17 +145,25 @@ def explain(
         if not any(other[: len(path)] == path for other in details_of if len(other) > len(path))
         or details[0]["type"] == "value_error"
     }
-    lines = []
+    lines: list[ConfigError] = []
     for path, details in deepest.items():
         is_assigned = any(path[: len(key)] == key for key in assigned)
         of_table = [key for key in sorted(assigned) if key[: len(path)] == path]
         if of_table and details[0]["type"] == "unexpected_keyword_argument":
             # The whole key, not the unknown table that it names.
             path, is_assigned = of_table[0], True
-        lines.append(_explain_one(path, details, places[0 if is_assigned else 1], keys))
-    lines.sort(key=lambda line: ("unknown" not in line, "is missing" in line))
+        errors = [one["ctx"]["error"] for one in details if one["type"] == "value_error"]
+        if errors and isinstance(errors[0], Conflict):
+            dot = "." if path else ""
+            found, pattern = f"{key_text(path)}{dot}", f"{_pattern(cls, path)}{dot}"
+            lines.append(errors[0].at(f"{prefix}{found}", f"{prefix}{pattern}"))
+        else:
+            place = places[0 if is_assigned else 1]
+            lines.append(_explain_one(path, details, place, keys))
+    lines.sort(key=lambda line: (line.code != "unknown-key", line.code == "missing-key"))
     more = len(lines) - ERRORS_SHOWN
-    return "; also: ".join(lines[:ERRORS_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    text = "; also: ".join(str(line) for line in lines[:ERRORS_SHOWN])
+    return ConfigError(text + (f"; and {more} more" if more > 0 else ""), code=lines[0].code)
 
 
 def first_problem(error: pydantic.ValidationError) -> str:
@@ -371,10 +173,10 @@ def first_problem(error: pydantic.ValidationError) -> str:
     if detail["type"] == "missing":
         return f"{where}it is missing"
     if detail["type"] == "json_invalid":
-        return _one_line(detail["msg"])
+        return one_line(detail["msg"])
     if detail["type"] in ("value_error", "assertion_error"):
-        return f"{where}{_short(_one_line(str(detail['ctx']['error'])))}"
-    expected = EXPECTED.get(detail["type"]) or _one_line(detail["msg"]).removeprefix(
+        return f"{where}{shortened(one_line(str(detail['ctx']['error'])))}"
+    expected = EXPECTED.get(detail["type"]) or one_line(detail["msg"]).removeprefix(
         "Input should be "
     )
     return f"{where}found {shown(detail['input'])}; expected {expected}"
@@ -382,22 +184,27 @@ def first_problem(error: pydantic.ValidationError) -> str:
 
 def key_text(path: Sequence[str | int]) -> str:
     """A key as people write it: ``data.train[0].path``."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{_one_line(part)}" for part in path)
-    return _short("".join(parts).removeprefix("."))
+    parts = (f"[{part}]" if isinstance(part, int) else f".{one_line(part)}" for part in path)
+    return shortened("".join(parts).removeprefix("."))
 
 
 def shown(value: Any) -> str:
     """A value as JSON writes it, which is nearly TOML."""
     text = json.dumps(value, ensure_ascii=False)
-    return _short(text if text.isprintable() else json.dumps(value))
+    return shortened(text if text.isprintable() else json.dumps(value))
 
 
-def _one_line(text: str) -> str:
-    return text if text.isprintable() else json.dumps(text)[1:-1]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+def toml(value: Any) -> str:
+    """A value as TOML."""
+    if isinstance(value, dict):
+        names = {
+            key: key if re.fullmatch(r"[\w-]+", str(key), re.ASCII) else toml(str(key))
+            for key in value
+        }
+        return f"{{{', '.join(f'{names[key]} = {toml(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(toml(item) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _path_of(detail: Any, tree: Any) -> KeyPath:
@@ -413,44 +220,59 @@ def _path_of(detail: Any, tree: Any) -> KeyPath:
     return tuple(path)
 
 
-def _explain_one(path: KeyPath, details: Sequence[Any], place: str, keys: Sequence[str]) -> str:
+def _explain_one(
+    path: KeyPath, details: Sequence[Any], place: str, keys: Sequence[str]
+) -> ConfigError:
     key = key_text(path)
     kinds = {detail["type"] for detail in details}
     for detail in details:
         if detail["type"] == "value_error":
-            return str(detail["ctx"]["error"])
+            error = detail["ctx"]["error"]
+            return ConfigError(str(error), code=getattr(error, "code", None))
     if "missing" in kinds:
         wanted = next((known for known in keys if known.startswith(f"{key}.")), key)
-        return f"key '{key}' is missing; expected {wanted}=... on the command line or in the run's TOML file"
+        text = f"key '{key}' is missing; expected {wanted}=... on the command line or in the run's TOML file"
+        return ConfigError(text, code="missing-key")
     if "unexpected_keyword_argument" in kinds:
-        return f"unknown key '{key}' {place}; {_suggest(key, keys)}"
+        return ConfigError(
+            f"unknown key '{key}' {place}; {_suggest(key, keys)}", code="unknown-key"
+        )
     kinds_wanted = [
         EXPECTED.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")
         for detail in details
     ]
     expected = " or ".join(dict.fromkeys(kinds_wanted))
-    return (
-        f"found {key}={shown(details[0]['input'])} {place}; expected {expected}; correct the value"
+    value = details[0]["input"]
+    ours = foreign_value(key, value)
+    remedy = "correct the value" if ours is None else f"did you mean {ours}?"
+    found = f"found {key}={shown(value)} {place}"
+    return ConfigError(f"{found}; expected {expected}; {remedy}", code="invalid-value")
+
+
+def _pattern(cls: type[Any], path: KeyPath) -> str:
+    """A path as in the code of an error: numbers of list items and names of a user's tables are ``*``."""
+    names = [str(part) for part in path]
+    parents = [annotation_of(cls, names[:depth]) for depth in range(len(names))]
+    return ".".join(
+        "*" if isinstance(part, int) or annotation_of_values(parent) is not None else part
+        for part, parent in zip(path, parents, strict=True)
     )
 
 
 def _suggest(key: str, keys: Sequence[str]) -> str:
-    """A hint for an unknown key: its name now, the key of the same function or name, or one spelt alike."""
+    """A hint for an unknown key: the key of the same function or name, or one spelled alike."""
     table, _, last = key.rpartition(".")
     if re.search(r"\brewards\[\d+\]$", table):
         return REWARD_KEYS.format(last)
-    renamed = f"{RENAMED.get(table, table)}.{last}" if table else key
-    renamed = RENAMED.get(renamed) or RENAMED.get(f"*.{last}", renamed).replace("*", table)
-    if renamed != key and any(f"{known}.".startswith(f"{renamed}.") for known in keys):
-        return f"it is now called '{renamed}'"
-    elsewhere = ELSEWHERE.get(last, ())
+    all_elsewhere, instead = foreign_keys()
+    elsewhere = all_elsewhere.get(last, ())
     in_table = [f"{table}.{pattern.rpartition('.')[2]}" for pattern in elsewhere]  # critic.lr
     for patterns in (in_table, elsewhere):
         here = [f"'{known}'" for pattern in patterns for known in fnmatch.filter(keys, pattern)]
         if here:
             return f"did you mean {' or '.join(dict.fromkeys(here))}?"
-    if last in INSTEAD and IS_TRAINING in keys:
-        return INSTEAD[last]
+    if last in instead and IS_TRAINING in keys:
+        return instead[last]
     same = [known for known in keys if known == last or known.endswith(f".{last}")]
     if same:
         return f"did you mean '{same[0]}'?"
@@ -463,20 +285,53 @@ def _suggest(key: str, keys: Sequence[str]) -> str:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def configclass(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only dataclass whose values are validated and whose unknown keys are refused.
+    """A frozen, keyword-only dataclass whose values are validated and whose unknown keys are refused, as are keys that
+    contradict each other by its table ``rules``.
 
-    The string under a field is its documentation (``taut show`` prints it).
+    The string under a field is its documentation (``documentation``). A validator is built when the first value is
+    made: a command needs few of the classes that it could use.
     """
-    settings = pydantic.ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    conflicts.install(cls)
+    settings = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
     result: Any = pydantic_dataclass(frozen=True, kw_only=True, config=settings)(cls)
-    # pydantic reads the documentation of the class's own fields alone.
-    for base in filter(_is_table, result.__mro__[1:]):
-        for name, info in fields_of(base).items():
-            if fields_of(result)[name].description is None:
-                fields_of(result)[name].description = info.description
+    conflicts.verify(result)
     return result  # type: ignore[no-any-return]  # pydantic's own type for it is not type[T]
+
+
+def documentation(cls: type[Any]) -> dict[str, str]:
+    """The string under each field of a configuration class, its bases' included, in one line."""
+    found: dict[str, str] = {}
+    for base in filter(is_table, reversed(cls.__mro__)):
+        found |= _strings_under_fields(sys.modules[base.__module__]).get(base.__qualname__, {})
+    return {name: text for name, text in found.items() if name in fields_of(cls)}
+
+
+@cache
+def _strings_under_fields(module: types.ModuleType) -> dict[str, dict[str, str]]:
+    """Class -> field -> the string under it, for the classes of a module; empty where its source is not there."""
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError):
+        return {}
+    found: dict[str, dict[str, str]] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = f"{prefix}{getattr(child, 'name', '')}"
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                visit(child, f"{name}.<locals>.")
+            elif isinstance(child, ast.ClassDef):
+                found[name] = {
+                    field.target.id: " ".join(text.value.value.replace("``", "`").split())
+                    for field, text in pairwise(child.body)
+                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                    if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+                    if isinstance(text.value.value, str)
+                }
+                visit(child, f"{name}.")
+
+    visit(tree, "")
+    return found
 
 
 class Decision(NamedTuple):
@@ -489,6 +344,10 @@ class Decision(NamedTuple):
     reason: str
 
 
+VERBS = ("excludes", "needs", "in", "is", "required", "where")
+"""How a clause of a rule begins where it does not begin with a key."""
+
+
 class Row(NamedTuple):
     """One key of a configuration, for documentation."""
 
@@ -496,6 +355,16 @@ class Row(NamedTuple):
     type: str
     default: str
     doc: str
+    rules: tuple[str, ...] = ()
+    """The keys and values that it excludes and needs."""
+
+    @property
+    def text(self) -> str:
+        """The documentation, with what the key excludes and needs."""
+        rules = "; ".join(self.rules)
+        if rules.split(" ")[0].strip(",") in VERBS:
+            rules = rules[0].upper() + rules[1:]
+        return f"{self.doc} {rules}." if rules else self.doc
 
 
 class Assignment(NamedTuple):
@@ -512,7 +381,7 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
 
 
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: Path | None = None) -> T:
-    """The same from Python values: nested mappings, dotted keys and configclass instances, in any mixture."""
+    """The configuration in Python values: nested mappings, dotted keys and configclass instances, in any mixture."""
     place = "in the arguments"
     assignments = list(_flatten(cls, mapping, ()))
     return _build(
@@ -534,9 +403,11 @@ def override(config: T, overrides: Sequence[str]) -> T:
     )
 
 
-def restore(cls: type[T], saved: Mapping[str, Any], place: str) -> T:
-    """The configuration of a mapping from ``to_dict``. ``place``: its origin, for errors."""
-    return _build(cls, dict(saved), [], (place, place))
+def restore(cls: type[T], saved: Mapping[str, Any], place: str, prefix: str = "") -> T:
+    """The configuration of a mapping from ``to_dict``. ``place``: its origin, for errors; ``prefix``: what stands
+    before keys that contradict each other.
+    """
+    return _build(cls, dict(saved), [], (place, place), prefix)
 
 
 def home_path(text: str | os.PathLike[str]) -> Path:
@@ -611,18 +482,38 @@ def describe(cls: type[Any]) -> tuple[Row, ...]:
     return _described[cls]
 
 
+def with_rules(rows: Iterable[Row], clauses: Iterable[tuple[str, str]]) -> Iterator[Row]:
+    """The rows with what is said of them or of a table that they are in. ``clauses``: key -> what it excludes."""
+    said: dict[str, list[str]] = {}
+    for key, clause in clauses:
+        clauses_of = said.setdefault(key, [])
+        first = next((n for n, it in enumerate(clauses_of) if it.startswith("excludes ")), None)
+        if clause.startswith("excludes ") and first is not None:
+            clauses_of[first] += f", {clause.removeprefix('excludes ')}"
+        else:
+            clauses_of.append(clause)
+    for row in rows:
+        names = row.key.split(".")
+        keys = [".".join(names[:depth]) for depth in range(len(names), 0, -1)]
+        rules = [
+            f"{'' if key == row.key else f'{key} '}{it}" for key in keys for it in said.get(key, ())
+        ]
+        yield row._replace(rules=tuple(rules))
+
+
 def _rows(cls: type[Any]) -> Iterator[Row]:
-    return (
+    rows = (
         Row(
             key,
             type_name(info.annotation),
             "required"
             if info.is_required()
             else written(info.get_default(call_default_factory=True)),
-            " ".join((info.description or "").replace("``", "`").split()),
+            doc,
         )
-        for key, info in _leaves(cls, "")
+        for key, info, doc in _leaves(cls, "")
     )
+    return with_rules(rows, conflicts.clauses_by_key(cls))
 
 
 def type_name(annotation: Any) -> str:
@@ -648,6 +539,7 @@ def _build(
     tree: dict[str, Any],
     assignments: Sequence[Assignment],
     places: tuple[str, str],
+    prefix: str = "",
 ) -> T:
     """``places``: the origins of the assignments, and of the tree."""
     _require_disjoint(cls, [assignment.path for assignment in assignments], places[0])
@@ -658,8 +550,7 @@ def _build(
     try:
         return pydantic.TypeAdapter(cls).validate_json(json.dumps(tree), strict=True)
     except pydantic.ValidationError as error:
-        keys = [key for key, _ in _leaves(cls, "")]
-        raise ConfigError(explain(error, tree, assigned, places, keys)) from error
+        raise explain(error, tree, assigned, places, cls, prefix) from error
 
 
 def _place(path: Path | None) -> str:
@@ -741,25 +632,48 @@ def _parse_override(cls: type[Any], text: str) -> Assignment:
         raise ConfigError(
             f"found '{key_text([text])}' on the command line; expected key=value, as in seed=1"
         )
-    return Assignment(path, _parse_value(annotation_of(cls, path), raw))
+    return Assignment(path, _parse_value(annotation_of(cls, path), raw, ".".join(path)))
 
 
-def _parse_value(annotation: Any, raw: str) -> Any:
+_CHARACTERS = re.compile(r"\[[^][{}\"'=,]+\]\S")
+"""How a pattern of file names may begin: ``[ab]*.jsonl``."""
+_BARE = re.compile(
+    r"(?<=[\[,=])(\s*)(?!(?:true|false)\b)([^\s\d\"'{}\[\],=][^\s\"'{}\[\],=]*)(?=\s*[,\]}])"
+)
+"""A text without quotes in a list or table."""
+
+
+def _parse_value(annotation: Any, raw: str, key: str) -> Any:
     """``raw`` as TOML, unless only the text itself is of a kind the field takes."""
     if raw == "none" and _accepts(annotation, None):
         return None
+    is_text_alone = annotation in (None, str, str | None)
     try:
         parsed = tomllib.loads(f"value = {raw}")
     except (ValueError, RecursionError):
         items = _bare_items(raw)
-        return items if items and _accepts(annotation, items) else raw
-    if set(parsed) != {"value"}:
-        return raw
-    value = parsed["value"]
+        if items and _accepts(annotation, items):
+            return items
+        begins = {"[": "a list", "{": "a table"}.get(raw.lstrip()[:1])
+        if begins and not is_text_alone and not _CHARACTERS.match(raw):
+            words = {"True": "true", "False": "false"}  # as Python has them
+            quoted = _BARE.sub(lambda it: it[1] + words.get(it[2], f'"{it[2]}"'), raw)
+            wrong = "texts in it need quotes" if quoted != raw else "a bracket or a comma is wrong"
+            example = f"'{key}={quoted}'" if quoted != raw else "['a', 'b'] or {a = 1}"
+            raise ConfigError(
+                f"found {shortened(f'{key}={raw}')} on the command line; expected {begins}, and {wrong}; write TOML, "
+                f"as in {example}"
+            ) from None
+        value: Any = raw
+    else:
+        value = parsed["value"] if set(parsed) == {"value"} else raw
+    if _accepts(annotation, value):
+        return value
     # Where the field also takes a list, a malformed list is reported as a list, not taken as text.
-    may_be_text = annotation in (str, str | None) or not isinstance(value, list | dict)
-    is_text = may_be_text and not _accepts(annotation, value) and _accepts(annotation, raw)
-    return raw if is_text else value
+    if (is_text_alone or not isinstance(value, list | dict)) and _accepts(annotation, raw):
+        return raw
+    is_one = not isinstance(value, str) or "," not in value
+    return [value] if is_one and _accepts(annotation, [value]) else value
 
 
 def _bare_items(raw: str) -> list[str]:
@@ -789,7 +703,7 @@ def _plain(value: Any, path: KeyPath, place: str) -> Any:
             f"found '{key_text(path)}' {place}, nested deeper than {DEEPEST}; "
             "expected a key that 'taut COMMAND --help' lists"
         )
-    if _is_table(type(value)):
+    if is_table(type(value)):
         return to_dict(value)
     if isinstance(value, Mapping):
         for key in value:
@@ -830,9 +744,9 @@ def _flatten(
 ) -> Iterator[Assignment]:
     for key, value in mapping.items():
         path = (*prefix, *str(key).split("."))
-        if _is_table(type(value)):
+        if is_table(type(value)):
             value = to_dict(value)
-        if isinstance(value, Mapping) and _is_table(annotation_of(cls, path)):
+        if isinstance(value, Mapping) and is_table(annotation_of(cls, path)):
             yield from _flatten(cls, value, path)
         else:
             yield Assignment(path, value)
@@ -846,7 +760,7 @@ def _require_disjoint(cls: type[Any], paths: Sequence[tuple[str, ...]], place: s
             raise ConfigError(f"key '{key_text(path)}' is set twice {place}; expected once")
         seen.add(path)
         annotation = annotation_of(cls, path)
-        if _is_table(annotation):
+        if is_table(annotation):
             example = f"{'.'.join(path)}.{next(iter(fields_of(annotation)))}"
             raise ConfigError(
                 f"'{'.'.join(path)}' {place} is a table; expected its keys one by one, as in {example}=..."
@@ -871,59 +785,15 @@ def _assign(tree: dict[str, Any], assignment: Assignment, place: str) -> None:
     tree[last] = assignment.value
 
 
-def fields_of(cls: type[Any]) -> dict[str, FieldInfo]:
-    """The fields of a configclass, by name."""
-    fields: dict[str, FieldInfo] = cls.__pydantic_fields__
-    return fields
-
-
-def changed(config: Any, keys: Iterable[str] | None = None) -> list[str]:
-    """Those of the keys (all by default) whose values are not the defaults."""
-    fields = fields_of(type(config))
-    return [
-        key
-        for key in (fields if keys is None else keys)
-        if getattr(config, key) != fields[key].get_default(call_default_factory=True)
-    ]
-
-
-def _is_table(annotation: Any) -> bool:
-    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
-
-
-def annotation_of(cls: type[Any], path: Sequence[str]) -> Any:
-    """The type of the field a dotted key names; None where there is none."""
-    annotation: Any = cls
-    for name in path:
-        if _is_table(annotation) and name in fields_of(annotation):
-            annotation = fields_of(annotation)[name].annotation
-        else:
-            annotation = _value_type(annotation)
-    return annotation
-
-
-def _value_type(annotation: Any) -> Any:
-    """The type of the values of ``dict[str, X] | None``; None for what is no such thing."""
-    if typing.get_origin(annotation) is dict:
-        return typing.get_args(annotation)[1]
-    types = [_value_type(branch) for branch in typing.get_args(annotation)]
-    return next((value for value in types if value is not None), None)
-
-
-def _leaves(cls: type[Any], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+def _leaves(cls: type[Any], prefix: str) -> Iterator[tuple[str, FieldInfo, str]]:
+    """Every key that is no table: its name, field and documentation."""
+    docs = documentation(cls)
     for name, info in fields_of(cls).items():
         annotation: Any = info.annotation
-        if _is_table(annotation):
+        if is_table(annotation):
             yield from _leaves(annotation, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", info
-
-
-def written(value: Any) -> str:
-    """A value as ``describe`` writes defaults: text as it is, but white space in quotes; else JSON."""
-    if isinstance(value, str) and value.strip():
-        return value
-    return "none" if value is None else json.dumps(value, ensure_ascii=False, default=to_dict)
+            yield f"{prefix}{name}", info, docs.get(name, "")
 
 
 ALIASES_OF_DTYPES = {

@@ -3,6 +3,7 @@
     TautError                 everything below; the command line prints it in one line, exit code 2
       ConfigError             an unknown key, a value of the wrong kind, keys that contradict each other
       DataError               a file, a row or a message that cannot be used; names file and line
+        EmptyError            a row without a text that it needs
         RenderError           a row the chat template cannot render exactly
         PictureError          a picture that cannot be read whole, is over a limit, or is not what it was
         StreamError           a stream that ended or failed, or that has had no new row for too long
@@ -24,16 +25,23 @@
 
 A message says what was found and where, what was expected, and what to do. Programmers' mistakes are asserts.
 
+``code`` tells an error apart for programs, whatever its message says: of keys that contradict each other the keys
+(``rollout.lag/rollout.engine``; conflicts.py), of a configuration that cannot be read ``unknown-key``, ``missing-key``
+or ``invalid-value``, of others the class in small letters, ``data-error``.
+
     redacted("redis://:pw@host/0")              redis://***@host/0
     redacted("https://host/x?token=abc&n=1")    https://host/x?token=***&n=1
     redacted("options.api_key=abc")             options.api_key=***
     redacted_in({"url": ...})                   every text in a value of JSON's types
     redacted_in({"api_key": "abc"})             {"api_key": "***"}
     redacted_in(["--hf-token", "abc"])          ["--hf-token", "***"]
+    redacted("env GH_TOKEN=abc serve --key abc")    env GH_TOKEN=*** serve --key ***
 
-``redacted`` hides the user and password of a URL of any scheme, and what a query or fragment calls a token, key,
-signature, password, secret or credential, and the value of a setting whose name says that it is one. It is applied to
-messages of errors, to what is printed (``taut.io.console``) and to events of the run log (``taut.train.log``).
+``redacted`` hides the user and password of a URL of any scheme, what a query or fragment calls a token, key, signature,
+password, secret or credential, the value of a setting, a variable, an option of a command or a header whose name says
+that it is one, and what has the form of a known service's token. ``$NAME`` stays: it names a secret. It is applied to
+messages of errors, to what is printed (``taut.io.console``), to events of the run log (``taut.train.log``) and to
+resolved.json, meta.json and rollouts. So two runs that differ in a secret alone are the same run.
 """
 
 from __future__ import annotations
@@ -44,8 +52,11 @@ from collections.abc import Sequence
 from typing import Any
 
 HIDDEN = "***"
-_USERINFO = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#\s\"'<>`]*@")
-"""One slash is enough: that is what a path makes of a URL."""
+_USERINFO = re.compile(
+    r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*:/+)"
+    r"(?:[^/?#\s\"'<>`]*|[^/?#\s:\"'<>`]*:(?!\d+[/?#])[^?#\s\"'<>`]*)@"
+)
+"""One slash is enough: that is what a path makes of a URL. A secret key may have slashes, a port is none."""
 _PARAMETER = re.compile(
     r"([?&;#](?:[\w.~%-]*[_.~%-])?(?:access|api|app|auth|client|id|private|refresh|secret|security|session|user)?"
     r"(?:token|key|keyid|signature|sig|password|passwd|pass|pwd|secret|credentials?|auth)(?:[_.~%-][\w.~%-]*)?=)"
@@ -59,8 +70,46 @@ _NAME = (
 )
 _SETTING = re.compile(rf"(?<![\w.?&;#-])((?:--)?{_NAME}=)[^\s\"'<>`,;&]+", re.IGNORECASE)
 """A word of a command. What names a variable (``api_key_env``) stays, and so does a bare ``key`` or ``token``."""
-_SECRET = re.compile(rf"(?:--?)?{_NAME}", re.IGNORECASE)
-"""The key of a mapping, or the word of a command before its value."""
+_SECRET = re.compile(_NAME, re.IGNORECASE)
+"""The key of a mapping."""
+_OPTION = re.compile(
+    r"(?<![\w-])--?(?:[a-z0-9]+[-_])*(?:api-?key|token|key|secret|password|passwd|pass|credentials?|auth|authorization)",
+    re.IGNORECASE,
+)
+"""The word of a command before its value."""
+_VALUE = r"(?!\$|-|(?:KEY|TOKEN|NAME|VALUE|FILE|PASSWORD)\b)(?:\"[^\"]*\"|'[^']*'|[^\s\"'<>`,;&]+)"
+_OF_OPTION = re.compile(rf"({_OPTION.pattern}(?:\s+|=)){_VALUE}", re.IGNORECASE)
+_VARIABLE = re.compile(
+    r"(?<![\w.])((?:[A-Z0-9]+_)*(?:TOKEN|APIKEY|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH|COOKIE|PAT|DSN)"
+    rf"(?:_(?!(?:FILE|PATH|DIR|ENV|SOCK|FD)=)[A-Z0-9]+)*=){_VALUE}"
+)
+_ENTRY = re.compile(rf"([\"']{_NAME}[\"']\s*:\s*[\"'])[^\"']+", re.IGNORECASE)
+_HEADER = re.compile(
+    r"(authorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic|token)\s+|x-[\w-]*(?:key|token|secret):\s*)[^\s\"',;]+",
+    re.IGNORECASE,
+)
+_TOKEN = re.compile(
+    r"(?<![\w-])(?:sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_[A-Za-z]{20,}|xox[abprs]-[\w-]{10,}|"
+    r"glpat-[\w-]{20,}|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{35}|eyJ[\w-]{10,}\.eyJ[\w-]+\.[\w-]+)"
+)
+"""Tokens of OpenAI, GitHub, Hugging Face, Slack, GitLab, AWS and Google, and signed web tokens."""
+_WORDS = (
+    *(
+        "token",
+        "key",
+        "secret",
+        "pass",
+        "credential",
+        "auth",
+        "sk-",
+        "ghp_",
+        "gho_",
+        "ghu_",
+        "ghs_",
+    ),
+    *("ghr_", "github_pat_", "hf_", "xox", "glpat-", "kia", "aiza", "eyj"),
+)
+"""In small letters; without any of these a text has no option, header, entry or token."""
 
 
 def redacted(text: str) -> str:
@@ -68,7 +117,13 @@ def redacted(text: str) -> str:
     if "@" in text and ":/" in text:
         text = _USERINFO.sub(rf"\1{HIDDEN}@", text)
     if "=" in text:
-        text = _SETTING.sub(rf"\1{HIDDEN}", _PARAMETER.sub(rf"\1{HIDDEN}", text))
+        for named in (_PARAMETER, _SETTING, _VARIABLE):
+            text = named.sub(rf"\1{HIDDEN}", text)
+    lower = text.lower()
+    if any(word in lower for word in _WORDS):  # few texts have one
+        for named in (_OF_OPTION, _HEADER, _ENTRY):
+            text = named.sub(rf"\1{HIDDEN}", text)
+        text = _TOKEN.sub(HIDDEN, text)
     return text
 
 
@@ -84,7 +139,7 @@ def redacted_in(value: Any) -> Any:
     if isinstance(value, list | tuple):
         before = ["", *value]
         return [
-            HIDDEN if str(word).startswith("--") and _is_secret(word, item) else redacted_in(item)
+            HIDDEN if _is_option(word, item) else redacted_in(item)
             for word, item in zip(before, value, strict=False)
         ]
     if isinstance(value, os.PathLike):
@@ -96,13 +151,27 @@ def _is_secret(name: Any, value: Any) -> bool:
     return isinstance(name, str) and isinstance(value, str) and bool(_SECRET.fullmatch(name))
 
 
+def _is_option(word: Any, value: Any) -> bool:
+    """Whether a value follows the word of a command that names a secret."""
+    return (
+        isinstance(word, str)
+        and isinstance(value, str)
+        and not value.startswith(("-", "$"))
+        and bool(_OPTION.fullmatch(word))
+    )
+
+
 class TautError(ValueError):
-    """An error the user can correct. ``str(error)`` is one line: found, expected, remedy; no secret of a URL."""
+    """An error the user can correct. ``str(error)`` is one line: found, expected, remedy; no secret of a URL. ``code``
+    stays where the line is worded anew.
+    """
 
     exit_code = 2
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str = "", *, code: str | None = None) -> None:
         super().__init__(redacted(message))
+        kind = re.sub(r"(?<!^)(?=[A-Z])", "-", type(self).__name__).lower()
+        self.code = kind if code is None else code
 
 
 class ConfigError(TautError):
@@ -111,6 +180,10 @@ class ConfigError(TautError):
 
 class DataError(TautError):
     """Data that cannot be used; the message names file and line."""
+
+
+class EmptyError(DataError):
+    """A row in which a text that it needs, such as the answer, is empty or null."""
 
 
 class RenderError(DataError):

@@ -11,7 +11,7 @@ Shape legend, the only one in the package. A suffix names the axes of an array o
 Visibility is one integer per token: token k is visible to token q iff ``k <= q < reach[k]``. Everything else is
 derived from it: depth by ``depth_of``; segments and paths in ``taut.attention.layout``.
 
-Imports nothing else of taut, and torch only where tensors are made: a process that tokenises makes none, and torch
+Imports nothing else of taut, and torch only where tensors are made: a process that tokenizes makes none, and torch
 would be most of its start.
 """
 
@@ -33,7 +33,7 @@ FloatArray = NDArray[np.float64]
 
 
 def depth_of(reach_T: IntArray) -> IntArray:
-    """How many earlier tokens each token can see, int64 [T]: its position in its own sample."""
+    """Depth of each token, int64 [T]: the number of earlier tokens it can see, its position in its own sample."""
     ended_T = np.cumsum(np.bincount(reach_T, minlength=reach_T.size + 1))[: reach_T.size]
     return np.arange(reach_T.size) - ended_T
 
@@ -55,13 +55,13 @@ class Picture(Protocol):
 
     @property
     def num_pictures(self) -> int:
-        """How many pictures its row has."""
+        """Number of pictures in its row."""
 
     def expect(self) -> None:
-        """Start to read it in the background: its tensors will be needed."""
+        """Start to read the picture in the background, because its tensors will be needed."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The vision tower's inputs. Raises DataError, which names a sample, where the picture cannot be read or has
+        """Inputs of the vision tower. Raises DataError, which names a sample, if the picture cannot be read or has
         changed.
         """
 
@@ -76,10 +76,10 @@ class Media:
     stop: int
     """Index after its last; other tokens between them (rows of tiles) belong to the picture too."""
     grid: tuple[int, int, int] | None = None
-    """(time, height, width) of the placeholders where the model numbers them in three dimensions (M-RoPE); None: they
-    are numbered as text is."""
+    """(time, height, width) of the placeholders if the model numbers them in three dimensions (M-RoPE); None if it
+    numbers them as text."""
     is_two_way: bool = False
-    """Whether its tokens see each other in both directions."""
+    """Whether the picture's tokens see each other in both directions."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -87,13 +87,13 @@ class Sample:
     """One path from the first token to a leaf, made from a row of data. Numpy arrays on the CPU."""
 
     id: str
-    """Its origin, for people: ``train.jsonl:17``, or ``train.jsonl:17#2`` for the second sample of a row."""
+    """Origin, for people: ``train.jsonl:17``, or ``train.jsonl:17#2`` for the second sample of a row."""
     ids_T: IntArray
     """The token ids."""
     target_at_N: IntArray
     """Ascending positions p >= 1 into ``ids_T``: token ``ids_T[p]`` is to be predicted, by the token at p - 1."""
     weight_N: FloatArray
-    """The weight of each target in the loss, never 0: tokens that are not learned are absent."""
+    """Weight of each target in the loss, never 0: tokens that are not learned are absent."""
     media: tuple[Media, ...] = ()
     """The pictures, ascending; position ids depend on them (vision/placeholders.py)."""
     streams: Mapping[str, FloatArray] = field(default_factory=dict)
@@ -101,12 +101,12 @@ class Sample:
     values: Mapping[str, float] = field(default_factory=dict)
     """Named values of the whole sample: preference, margin, score, label, ..."""
     read_at_R: IntArray | None = None
-    """Ascending positions into ``ids_T`` at which a scalar head is read; None: the last token."""
+    """Ascending positions into ``ids_T`` at which a scalar head is read; None means the last token."""
     read_values: Mapping[str, FloatArray] = field(default_factory=dict)
     """Named values of each read, each of shape [R]: step labels, returns, ..."""
     group: int = -1
-    """Samples of one group are compared with each other: of two, the one with the larger value ``preference`` is the
-    better. Unique in a step, and set by the method; -1: not compared."""
+    """Group of samples that are compared with each other: of two, the one with the larger value ``preference`` is
+    better. Unique in a step and set by the method; -1 means not compared."""
 
     def __post_init__(self) -> None:
         assert self.ids_T.ndim == 1 and self.ids_T.size > 0, (
@@ -129,7 +129,7 @@ class Sample:
         return int(self.target_at_N.size)
 
     def without_targets(self) -> Sample:
-        """The same sample without targets, for a scalar head."""
+        """Copy of the sample without targets, for a scalar head."""
         nothing_N = np.empty(0, dtype=np.int64)
         return replace(self, target_at_N=nothing_N, weight_N=np.empty(0), streams={})
 
@@ -194,17 +194,18 @@ class Packed:
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     """Statistics of the whole step, constants of the loss (``Loss.statistics``)."""
     last_T: Tensor | None = None
-    """int64 [T]: for blocks that see themselves both ways, the index of the block's last token (else q itself)."""
+    """int64 [T]: in blocks whose tokens see each other both ways, the index of the block's last token; elsewhere q
+    itself."""
     media: tuple[Media, ...] = ()
     """The pictures with their places in T, ascending; a picture in a shared prefix is there once."""
     spans: tuple[tuple[int, int], ...] = ()
     """The place [start, stop) of each sample in T. Empty where prefixes are shared."""
     host: Packed | None = None
-    """Of a micro-batch on an accelerator: the same one in host memory. What is decided from the layout is decided from
-    it, so that nothing is read back."""
+    """Copy in host memory of a micro-batch on an accelerator. Decisions about the layout read this copy, so that
+    nothing is read back from the device."""
 
     layout: object | None = None
-    """Of a micro-batch that is ready for a forward: its visibility structure (taut/attention/layout.py)."""
+    """Visibility structure of a micro-batch that is ready for a forward (taut/attention/layout.py)."""
 
     @property
     def on_host(self) -> Packed:
@@ -233,7 +234,7 @@ class Packed:
 
     @property
     def num_samples_T(self) -> Tensor:
-        """int64 [T], in host memory: how many samples each token belongs to, those that end below it."""
+        """int64 [T], in host memory: number of samples each token belongs to, which end at it or below it."""
         import torch
 
         reach_T, end_S = self.on_host.reach_T.numpy(), self.on_host.end_S.numpy()
@@ -243,8 +244,9 @@ class Packed:
 
     @property
     def best_S(self) -> Tensor:
-        """bool [S]: samples that are preferred to another and to which none is preferred. A supervised term trains on
-        them."""
+        """bool [S]: samples that are preferred to another and to which no sample is preferred. A supervised term trains
+        on them.
+        """
         import torch
 
         best_S = torch.zeros(self.num_samples, dtype=torch.bool, device=self.better_P.device)
@@ -253,13 +255,13 @@ class Packed:
         return best_S
 
     def by_sample(self, value_N: Tensor) -> Tensor:
-        """The sum of each sample's targets, [S]."""
+        """Sum a value of the targets over each sample, [S]."""
         zero_S = value_N.new_zeros(self.num_samples)
         return zero_S.index_add(0, self.row_N, value_N)
 
     def to(self, device: torch.device | str) -> Packed:
-        """The same micro-batch on ``device``: one copy of one block of memory, pinned for a GPU, that the host does not
-        wait for. ``reach_T`` and ``last_T`` stay in host memory, where layouts are derived from them.
+        """Copy the micro-batch to ``device`` as one block of memory, pinned for a GPU, without making the host wait.
+        ``reach_T`` and ``last_T`` stay in host memory, where layouts are derived from them.
         """
         import torch
 
@@ -284,14 +286,13 @@ class Packed:
 
 
 WORD = 16
-"""Bytes to which a tensor is aligned in a block that is copied: what torch's compiler reads where it is. It copies any
-other tensor, at each call.
-"""
+"""Bytes to which a tensor is aligned in a copied block. torch's compiler reads an aligned tensor in place and copies
+any other at each call."""
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on ``device``. Those in host memory are copied as one block, pinned for a GPU, and the host does not
-    wait for it.
+    """Return the tensors on ``device``. Host tensors are copied as one block, pinned for a GPU, without making the host
+    wait.
     """
     import torch
 
@@ -303,7 +304,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def parts(memory: Tensor) -> list[Tensor]:
-        """Each copied tensor's own part of a block."""
+        """Part of a block that belongs to each copied tensor."""
         return [
             part[: value.nbytes].view(value.dtype).view(value.shape) if here else value
             for (value, here), part in zip(pairs, torch.split(memory, sizes), strict=True)
@@ -316,8 +317,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in host memory. Those on a device are read together, in float64: a read waits for all work of the
-    device.
+    """Return the tensors in host memory. Device tensors are read together, in float64, because each read waits for all
+    work of the device.
     """
     import torch
 
@@ -342,17 +343,17 @@ class Divergence(NamedTuple):
     """The divergence of a student from its teacher, at each target (models/teacher.py has the equations)."""
 
     kind: Literal["forward", "reverse", "js"] = "forward"
-    """KL(teacher || student), KL(student || teacher), or the generalised Jensen-Shannon divergence."""
+    """KL(teacher || student), KL(student || teacher), or the generalized Jensen-Shannon divergence."""
     beta: float = 0.5
     """The teacher's weight in js's mixture."""
     temperature: float = 1.0
-    """Divides the logits of both."""
-    tail: Literal["bucket", "renormalise"] = "bucket"
-    """Treatment of the mass that a list of the teacher's likeliest tokens leaves out."""
+    """Divisor of both models' logits."""
+    tail: Literal["bucket", "renormalize"] = "bucket"
+    """Treatment of the probability mass outside a list of the teacher's likeliest tokens."""
 
 
 class Wants(NamedTuple):
-    """The scores that a loss needs of a micro-batch."""
+    """Scores of a micro-batch that a loss needs."""
 
     logp: bool = True
     """The log-probability of each target."""
@@ -363,32 +364,32 @@ class Wants(NamedTuple):
     divergence: Divergence | None = None
     """The divergence from the scorer's teacher at each target; ``linear_N`` is then [2, N] or [1, N]."""
     temperature: float = 1.0
-    """Divides the logits: tokens sampled at a temperature are scored at it."""
+    """Divisor of the logits: tokens sampled at a temperature are scored at it."""
     routers: bool = False
-    """The choices of the routers of a mixture of experts."""
+    """The experts that the routers of a mixture of experts choose."""
 
 
 class Scores(NamedTuple):
     """A model's output for a micro-batch, in float32 (float64 stays float64)."""
 
     logp_N: Tensor
-    """log-probability of each target; empty where not wanted."""
+    """Log-probability of each target; empty where not wanted."""
     entropy_N: Tensor | None = None
     """Entropy of the distribution that predicts each target, where wanted."""
     linear_sum: Tensor | None = None
-    """sum of ``linear_N * logp_N`` where the scorer was given these coefficients; it then carries the gradient."""
+    """Sum of ``linear_N * logp_N`` if the scorer was given these coefficients; this sum then carries the gradient."""
     scalar_R: Tensor | None = None
     """The scalar head's value at each read, where wanted."""
     divergence_N: Tensor | None = None
-    """The divergence from the teacher at each target, where wanted; then it and ``logp_N`` have no gradient."""
+    """Divergence from the teacher at each target, where wanted; it and ``logp_N`` then have no gradient."""
     router_prob_LE: Tensor | None = None
-    """Of L routers and E experts, where wanted: the sum over tokens of their probabilities, a token in a shared prefix
-    once for each sample."""
+    """For L routers and E experts, where wanted: router probabilities summed over tokens. A token in a shared prefix
+    counts once for each sample."""
     router_count_LE: Tensor | None = None
-    """The same of the tokens sent to each expert."""
+    """Number of tokens sent to each expert, counted in the same way."""
 
     def detach(self) -> Scores:
-        """The same without gradients."""
+        """Copy of the scores without gradients."""
         return Scores(*(None if value is None else value.detach() for value in self))  # type: ignore[arg-type]
 
 
@@ -401,10 +402,10 @@ class LossSum:
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """name -> (sum, count), detached."""
     largest: Mapping[str, Tensor] = field(default_factory=dict)
-    """name -> number, detached, of which the step's metric is the largest of all micro-batches."""
+    """name -> number, detached; the step's metric is the largest over all micro-batches."""
 
     def detach(self) -> LossSum:
-        """The same without gradients."""
+        """Copy of the sums without gradients."""
         return replace(self, terms={name: term.detach() for name, term in self.terms.items()})
 
 
@@ -416,10 +417,10 @@ class Prompt:
     """Input of an engine: token ids, never text."""
 
     id: str
-    """Unique in a call; with the seed and the sample's index it chooses the random stream."""
+    """Unique in a call; with the seed and the sample's index it selects the random stream."""
     ids_T: IntArray
     max_new_tokens: int | None = None
-    """A limit for this prompt below the sampling's."""
+    """Limit for this prompt, below the limit of the sampling."""
     media: tuple[Media, ...] = ()
     """The pictures among the ids, ascending."""
 
@@ -435,17 +436,17 @@ class Completion:
     index: int
     """Number of the sample among the prompt's, from 0."""
     ids_N: IntArray
-    """The sampled ids, with the one that ended it; training never tokenises the text again."""
+    """Sampled ids, with the one that ended the completion; training never tokenizes the text again."""
     logp_N: FloatArray | None
-    """log-probability of each id under the distribution it was drawn from: after temperature, penalties and truncation
-    (so 0 for greedy). None where the engine does not report it."""
+    """Log-probability of each id under the distribution it was drawn from: after temperature, penalties and truncation
+    (so 0 for greedy). None if the engine does not report it."""
     logp_one_N: FloatArray | None
-    """Log-probability of each id at temperature 1, without penalties or truncation. None where the engine does not
-    report it."""
+    """Log-probability of each id at temperature 1, without penalties or truncation. None if the engine does not report
+    it."""
     finish_reason: FinishReason
     """stop: a token of the stop set or a stop string; length: cut; error: see ``error``."""
     text: str = ""
     """The text without the token or the string that ended it, for people and verifiers."""
     error: str | None = None
     version: int = 0
-    """Version of the weights that sampled it: the step after which they were pushed; 0: the initial weights."""
+    """Version of the weights that sampled it: the step after which they were pushed; 0 for the initial weights."""

@@ -20,7 +20,7 @@ from enum import Enum
 from textwrap import dedent
 from typing import Any
 
-from taut.sandbox import Limits, Trial
+from taut_tools.sandbox.limits import Limits, Trial
 
 BUBBLEWRAP, LANDLOCK = "bubblewrap", "landlock"
 

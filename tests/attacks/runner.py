@@ -28,16 +28,19 @@ from tests.attacks.host import Planted, descendants, marked, memory
 from tests.attacks.programs import AFTER_MB, ATTACKS, DURING_MB, Attack, Must
 from tests.attacks.sources import SOURCES, Source, as_c
 
-from taut.rewards.code import Code
-from taut.rewards.verifier import Answered
-from taut.sandbox import Limits, Mechanism, Ran, Sandbox, Trial, choose, close_shared
-from taut.sandbox.compiled import (
+from taut.rewards.verifier import RewardInput
+from taut_tools.sandbox.box import Mechanism, Sandbox
+from taut_tools.sandbox.code import Code
+from taut_tools.sandbox.compiled import (
     Compilation,
     CompiledLanguage,
     Uncompiled,
     compile_source,
     find_compiler,
 )
+from taut_tools.sandbox.limits import Limits, Ran, Trial
+from taut_tools.sandbox.probe import choose
+from taut_tools.sandbox.shared import close_shared
 
 NO_WALL = "none"
 HONEST = """
@@ -177,7 +180,7 @@ class _Runner:
                 self.sandbox.run(program, trials)
             if attack.row:
                 code = Code(program="text", limits=attack.limits, mechanism=self.mechanism)  # type: ignore[arg-type]
-                answer["reward"] = code(Answered(text=text, row=dict(attack.row)))
+                answer["reward"] = code(RewardInput(text=text, row=dict(attack.row)))
             elif attack.must is Must.STAY_SMALL:
                 answer["rans"], answer["held_mb"] = self._measured(attack, text)
             else:

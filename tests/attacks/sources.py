@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from taut.sandbox import Limits
+from taut_tools.sandbox.limits import Limits
 
 
 class Ends(Enum):

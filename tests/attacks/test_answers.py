@@ -7,8 +7,11 @@ import time
 
 import pytest
 from tests.attacks.answers import ANSWERS, SETUPS
+from tests.helpers.all_rewards import ALL
 
-from taut.rewards import REWARDS, Answered, PanelConfig, RewardSpec, Score, open_panel
+from taut.rewards import RewardInput, Score
+from taut.rewards.reward_set import open_rewards
+from taut.rewards.settings import GradingConfig, RewardSpec
 from taut.rewards.worker import _memory
 
 pytestmark = pytest.mark.attack
@@ -22,7 +25,7 @@ REFERENCE = "12345.678"
 
 def test_every_reward_is_attacked() -> None:
     assert set(SETUPS) == {
-        name for name, reward in REWARDS.items() if reward.runs in ("here", "process")
+        name for name, reward in ALL.items() if reward.runs in ("here", "process")
     }
 
 
@@ -42,12 +45,12 @@ def test_an_answer_gets_a_number_in_its_time(name: str, num_answers: int | None)
     seconds = 20.0 if name == "code" else SECONDS  # of the program's start
     spec = RewardSpec(name=name, options=setup.options, timeout=seconds)
     known = {"references": (REFERENCE,), "row": setup.row, "num_tokens": 50}
-    with open_panel([spec], PanelConfig(workers=1)) as panel:
+    with open_rewards([spec], GradingConfig(workers=1)) as reward_set:
         for what, text in list(ANSWERS.items())[:num_answers]:
             begun = time.monotonic()
-            (verdict,) = panel.grade([Answered(text=text, **known)])
+            (reward_result,) = reward_set.grade([RewardInput(text=text, **known)])
             took = time.monotonic() - begun
-            (score,) = verdict.parts.values()
+            (score,) = reward_result.parts.values()
             assert score.error is None, what
             does_not_apply = name == "language" and score.value is None  # too few letters
             assert does_not_apply or math.isfinite(score.value or 0.0), what
@@ -61,10 +64,10 @@ def test_the_reason_is_kept_and_what_a_wrong_answer_gets_is_the_reward_s_own() -
         RewardSpec(name="regex", timeout=SECONDS, options={"pattern": "^(a+)+$"}),
         RewardSpec(name="length_cosine", timeout=SECONDS, options=options),
     ]
-    with open_panel(rewards, PanelConfig(workers=1)) as panel:
-        (late,) = panel.grade([Answered(text="a" * 40 + "!")], ["regex"])
-        tower = Answered(text=ANSWERS["a power tower"], references=("5",), num_tokens=50)
-        (wrong,) = panel.grade([tower], ["length_cosine"])
+    with open_rewards(rewards, GradingConfig(workers=1)) as reward_set:
+        (late,) = reward_set.grade([RewardInput(text="a" * 40 + "!")], ["regex"])
+        tower = RewardInput(text=ANSWERS["a power tower"], references=("5",), num_tokens=50)
+        (wrong,) = reward_set.grade([tower], ["length_cosine"])
     assert late.parts["regex"] == Score(0.0, unjudged="regex took longer than 1 s and was killed")
     assert wrong.parts["length_cosine"].value == -1
 
@@ -75,14 +78,14 @@ def test_what_the_row_or_the_configuration_causes_stays_an_error() -> None:
         RewardSpec(name="math", timeout=SECONDS),
         RewardSpec(name="json_schema", options={"column": "schema"}),
     ]
-    asked = Answered(
+    asked = RewardInput(
         text=r"\boxed{5}", references=("$9^{9^{9^9}}$",), row={"schema": {"type": "nothing"}}
     )
-    with open_panel(rewards, PanelConfig(workers=1)) as panel:
-        (verdict,) = panel.grade([asked])
-    assert verdict.parts["math"] == Score(error="math took longer than 1 s and was killed")
-    assert verdict.parts["json_schema"].is_ours
-    assert verdict.total is None
+    with open_rewards(rewards, GradingConfig(workers=1)) as reward_set:
+        (reward_result,) = reward_set.grade([asked])
+    assert reward_result.parts["math"] == Score(error="math took longer than 1 s and was killed")
+    assert reward_result.parts["json_schema"].is_ours
+    assert reward_result.total is None
 
 
 def test_an_answer_is_limited_in_memory() -> None:

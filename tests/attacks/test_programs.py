@@ -22,7 +22,7 @@ from tests.attacks.programs import AFTER_MB, ATTACKS, DURING_MB, RIGHT, Attack, 
 from tests.attacks.runner import NO_WALL
 
 from taut.errors import SandboxError
-from taut.sandbox import choose
+from taut_tools.sandbox.probe import choose
 
 pytestmark = [
     pytest.mark.attack,

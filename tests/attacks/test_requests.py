@@ -26,8 +26,8 @@ from tests.attacks.requests import (
     connect,
     sent,
 )
-from tests.slow_cases import slow_except
-from tests.unit.commands.test_pictures_judged import save_vision_reward
+from tests.helpers.slow_cases import slow_except
+from tests.tools.serve.test_pictures_judged import save_vision_reward
 
 pytestmark = pytest.mark.attack
 
@@ -90,7 +90,7 @@ def test_a_request_gets_its_answer(server: Server, attack: Request) -> None:
         with suppress(ConnectionError):  # it may have answered already
             connection.sendall(attack.sends)
         status, headers, body = answer(connection)
-    assert (status, time.monotonic() - begun < 5) == (attack.status, True)
+    assert (status, time.monotonic() - begun < 20) == (attack.status, True)
     if status != 200:
         assert headers["content-type"] == "application/json"
         error = json.loads(body)["error"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import QUIET, chats, save_model, write_rows
+from tests.helpers.chat_runs import QUIET, chats, save_model, write_rows
 
 from taut.checks import Part
 from taut.checks.registry import Outcome

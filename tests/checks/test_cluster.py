@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import QUIET, chats, save_model, words_of, write_rows
-from tests.forked_processes import fork, worlds
+from tests.helpers.chat_runs import QUIET, chats, save_model, words_of, write_rows
+from tests.helpers.forked_processes import fork, worlds
+from tests.helpers.selected import selected
+from tests.helpers.slow_cases import slow_except
 
 from taut.checks import OF_NODES, cluster
 from taut.checks.cluster import Cluster, hash_file, odd_ones
@@ -181,7 +183,7 @@ SOUND = {
     "own caches": Case(
         nothing,
         "cluster.cache",
-        "is not shared: each node tokenises the data for itself",
+        "is not shared: each node tokenizes the data for itself",
         "passed",
         data__cache="cache",
     ),
@@ -193,8 +195,8 @@ def config_of(case: Case, rank: int) -> RunConfig:
     return load(RunConfig, None, words_of({**keys, **(case.own_keys if rank else {})}))
 
 
-def a_node(folder: str, world: dict[str, str]) -> None:
-    """The body of a rank, in the folder of its machine: every case, and what the first rank found."""
+def a_node(folder: str, names: Sequence[str], world: dict[str, str]) -> None:
+    """The body of a rank, in the folder of its machine: the cases, and what the first rank found."""
     os.environ.update(world)
     rank = int(world["RANK"])
     os.chdir(Path(folder) / f"node{rank}")
@@ -204,7 +206,8 @@ def a_node(folder: str, world: dict[str, str]) -> None:
         patch.setitem(cluster.SLOWEST, "cpu", 0.0)
         ranks = distributed.start("cpu")
         found: dict[str, Any] = {}
-        for name, case in {**CASES, **SOUND}.items():
+        for name in names:
+            case = {**CASES, **SOUND}[name]
             for copied, original in (("other.jsonl", "a.jsonl"), ("other_model", "model")):
                 shutil.rmtree(copied, ignore_errors=True)
                 (shutil.copytree if Path(original).is_dir() else shutil.copy)(original, copied)
@@ -218,7 +221,7 @@ def a_node(folder: str, world: dict[str, str]) -> None:
                     raised = None if launched else "nothing was asked"
                 except CheckFailed as error:
                     raised = str(error)
-                answered = examine(Cluster(run, ranks)).answered
+                answered = examine(Cluster(run, ranks)).results
             found[name] = {
                 "raised": raised,
                 "seconds": time.monotonic() - began,
@@ -231,7 +234,12 @@ def a_node(folder: str, world: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """The findings of each case that is asked for."""
+    asked = selected(request)
+    names = [name for name in {**CASES, **SOUND} if any(f"[{name}]" in test for test in asked)]
     folder = tmp_path_factory.mktemp("nodes")
     for node in ("node0", "node1"):
         save_model(folder / node / "model")
@@ -239,12 +247,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for name in ("out", "runs", "rows"):
             (folder / node / name).mkdir()
     (folder / "out").mkdir()
-    assert fork(a_node, [(str(folder), world) for world in worlds(2)]) == [0, 0]
+    assert fork(a_node, [(str(folder), names, world) for world in worlds(2)]) == [0, 0]
     result: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return result
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(["version", "data"], CASES))
 def test_a_planted_difference_is_found_by_its_check_alone(name: str, found: dict[str, Any]) -> None:
     case = CASES[name]
     wrong = {one["name"]: one for one in found[name]["checks"] if one["remedy"]}
@@ -259,7 +267,7 @@ def test_a_planted_difference_is_found_by_its_check_alone(name: str, found: dict
         assert found[name]["raised"] is None
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", slow_except(["alike"], SOUND))
 def test_machines_that_are_alike_pass(name: str, found: dict[str, Any]) -> None:
     case, checks = SOUND[name], {one["name"]: one for one in found[name]["checks"]}
     assert list(checks) == list(OF_NODES)
@@ -276,7 +284,8 @@ def test_every_check_has_a_planted_difference() -> None:
 
 
 def test_it_takes_seconds_and_leaves_nothing(found: dict[str, Any]) -> None:
-    assert max(found[name]["seconds"] for name in {**CASES, **SOUND}) < 30  # two examinations
+    seconds = [one["seconds"] for name, one in found.items() if name != "left"]
+    assert max(seconds) < 60  # two examinations
     assert found["left"] == []
 
 
@@ -347,14 +356,14 @@ def waits(folder: str, world: dict[str, str]) -> None:
         if world["RANK"] == "0":
             with cluster.deadline("for the others to connect"):
                 distributed.start("cpu")
-        time.sleep(20)
+        time.sleep(600)
 
 
 def test_a_rank_that_does_not_come_ends_the_wait_in_a_line(tmp_path: Path) -> None:
     began = time.monotonic()
     codes = fork(waits, [(str(tmp_path), world) for world in worlds(2)])
     assert codes is not None and codes[0] == 1
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 120
     line = (tmp_path / "0").read_text()
     assert line.count("\n") == 1
     assert "has waited 1 s for the others to connect; expected all ranks" in line

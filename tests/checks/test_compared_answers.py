@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import chats
-from tests.checks.faults.judged import compared, labelled
+from tests.checks.faults.judged import compared, labeled
 from tests.checks.planting import Place
 from tests.checks.test_planted import told
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import chats
+from tests.helpers.slow_cases import slow_except
 
 from taut.checks.data_quality import length_bias
 from taut.checks.examine import Examination, examine
@@ -46,7 +46,7 @@ RUNS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "ipo in bfloat16": ("dpo", compared(), {"dpo__loss": "ipo", "dtype": "bfloat16"}),
     "bco beside sft": ("dpo", compared(), {"dpo__loss": ["bco", "sppo"], "dpo__sft_weight": 0.5}),
     "adapters": ("dpo", compared(), {"lora__rank": 2, "dpo__loss": "aot"}),
-    "kto": ("kto", labelled(), {}),
+    "kto": ("kto", labeled(), {}),
     "orpo": ("orpo", compared(), {}),
     "simpo": ("simpo", compared(), {"dtype": "float32"}),
     "cpo": ("cpo", compared(1), {}),
@@ -71,7 +71,7 @@ def ask(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Examinati
 
 
 def answers(found: Examination) -> dict[str, Finding]:
-    return {one.name: one.finding for one in found.answered}
+    return {one.name: one.finding for one in found.results}
 
 
 QUICK = ("adapters", "kto", "simpo", "comparisons", "steps")
@@ -87,7 +87,7 @@ def test_no_method_raises_a_false_alarm(
     assert found["loss.first"].outcome == "passed"
     if RUNS[name][0] == "reward":
         assert found["reward.batch"].outcome == found["reward.library"].outcome == "passed"
-        assert found["attention.neighbour"].unit == "points"
+        assert found["attention.neighbor"].unit == "points"
         assert found["loss.tied"].says == "a reward model has no output head"
     has_reference = RUNS[name][0] in ("dpo", "kto")
     assert found["reference.start"].outcome == ("passed" if has_reference else "skipped")
@@ -130,7 +130,7 @@ def test_weights_that_the_paper_does_not_advise_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place(tmp_path, monkeypatch)
-    rows = [row for at, row in enumerate(labelled(12)) if row["label"] or at < 4]
+    rows = [row for at, row in enumerate(labeled(12)) if row["label"] or at < 4]
     session = place.session(data=place.data(rows), method="kto")
     found = answers(examine(session, only=["data.labels"]))["data.labels"]
     assert found.outcome == "warning"

@@ -11,9 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chat_runs import QUIET, chats, events, save_model, sft, weights, words_of, write_rows
 from tests.checks.planting import Place
-from tests.forked_processes import run
+from tests.helpers.chat_runs import (
+    QUIET,
+    chats,
+    events,
+    save_model,
+    sft,
+    weights,
+    words_of,
+    write_rows,
+)
+from tests.helpers.forked_processes import run
 
 from taut.checks import CHECKS, Check
 from taut.checks.examine import Examination, examine
@@ -58,7 +67,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 def only(place: Place, checks: dict[str, Check]) -> dict[str, Finding]:
     """What some checks answer where there are no others."""
     place.patch.setattr("taut.checks.examine.CHECKS", checks)
-    return {one.name: one.finding for one in examine(place.session(), "full").answered}
+    return {one.name: one.finding for one in examine(place.session(), "full").results}
 
 
 # -- what follows from what
@@ -97,7 +106,7 @@ def test_what_comes_after_one_that_has_no_meaning_here_is_asked(place: Place) ->
 def test_a_model_that_cannot_be_loaded_fails_once(place: Place) -> None:
     directory = place.model()
     (directory / "model.safetensors").unlink()
-    found = {a.name: a.finding for a in examine(place.session(directory), "full").answered}
+    found = {a.name: a.finding for a in examine(place.session(directory), "full").results}
     assert [name for name, one in found.items() if one.outcome == "failed"] == ["model.loads"]
     assert found["attention.packed"].outcome == "skipped"
     assert found["run.in_force"] == skipped("model.loads failed")
@@ -107,7 +116,7 @@ def test_a_model_that_cannot_be_loaded_fails_once(place: Place) -> None:
 
 def test_data_that_cannot_be_read_fail_once_and_the_model_is_looked_at(place: Place) -> None:
     session = place.session(data=place.directory / "nothing.jsonl")
-    found = {a.name: a.finding for a in examine(session, "quick").answered}
+    found = {a.name: a.finding for a in examine(session, "quick").results}
     bad = [name for name, one in found.items() if one.outcome == "failed"]
     assert len(bad) == 1 and bad[0].startswith("data.")
     assert "nothing.jsonl" in found[bad[0]].says
@@ -151,7 +160,7 @@ def test_a_part_that_cannot_be_made_is_a_failure_though_its_own_check_is_left_ou
     directory = place.model()
     (directory / "model.safetensors").unlink()
     session = place.session(directory, checks__skip=["model.loads"])
-    found = {a.name: a.finding for a in examine(session).answered}
+    found = {a.name: a.finding for a in examine(session).results}
     assert found["model.loads"] == skipped("left out by name (checks.skip)")
     failures = [one for one in found.values() if one.outcome == "failed"]
     assert "weights" in failures[0].says and failures[0].remedy
@@ -275,7 +284,7 @@ def test_a_number_that_is_not_finite_is_written(place: Place) -> None:
     endless = failed("it is endless", measured=(float("inf"), ""), remedy="end it")
     place.patch.setattr("taut.checks.examine.CHECKS", {"a.one": Check(asking(lambda: endless))})
     found = examine(place.session())
-    assert found.answered[0].as_fields()["number"] == "inf"
+    assert found.results[0].as_fields()["number"] == "inf"
     assert json.loads(json.dumps(as_json(found, {}), allow_nan=False))["outcome"] == "failed"
 
 
@@ -389,7 +398,7 @@ def test_two_ranks_give_one_finding(model: Path, train: Path, tmp_path: Path) ->
 SHIFTED = """\
 import os, sys
 from taut import cli
-from taut.models import faster_layers
+from taut.models.cpu import faster_layers
 install = faster_layers.install
 def shifted(model):
     weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
@@ -421,7 +430,7 @@ def test_the_examination_counts(place: Place) -> None:
     session = place.session()
     quick, full = examine(session), examine(session, "full")
     assert isinstance(quick, Examination)
-    assert [one.name for one in quick.answered] == ["a.one"]
+    assert [one.name for one in quick.results] == ["a.one"]
     assert (full.count("passed"), full.count("failed"), full.count("skipped")) == (1, 1, 0)
     assert [one.name for one in full.failures] == ["a.two"]
-    assert [one.name for one in examine(session, "full", only={"a.two"}).answered] == ["a.two"]
+    assert [one.name for one in examine(session, "full", only={"a.two"}).results] == ["a.two"]

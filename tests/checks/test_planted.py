@@ -45,7 +45,7 @@ def examined(session: Session, part: Part, place: Place) -> Examination:
 
 def findings(examination: Examination, outcome: str) -> list[str]:
     """The checks that fail; with outcome warning, those that warn."""
-    return [one.name for one in examination.answered if one.finding.outcome == outcome]
+    return [one.name for one in examination.results if one.finding.outcome == outcome]
 
 
 def told(examination: Examination) -> str:
@@ -54,7 +54,7 @@ def told(examination: Examination) -> str:
 
 
 def finding_of(examination: Examination, check: str) -> Finding:
-    return next(one.finding for one in examination.answered if one.name == check)
+    return next(one.finding for one in examination.results if one.name == check)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from tests.checks.planting import Place
 
 from taut.checks.registry import Finding
 from taut.checks.rollouts import answers_to_judge, judge_rewards, rewards_know_right_answers
-from taut.data.prompts import PromptRow
-from taut.rewards import Panel, PanelConfig, RewardSpec, open_panel
+from taut.data.rows.prompts import PromptRow
+from taut.rewards.reward_set import RewardSet, open_rewards
+from taut.rewards.settings import GradingConfig, RewardSpec
 
 OWN = """
 def right(text, references):
@@ -53,7 +54,7 @@ for function in (short, silent, broken):
 
 
 @pytest.fixture(scope="module")
-def panel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Panel]:
+def reward_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardSet]:
     """Every function, as rewards to choose from."""
     path = tmp_path_factory.mktemp("gold") / "own.py"
     path.write_text(OWN)
@@ -67,7 +68,7 @@ def panel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Panel]:
         name="regex", label="matched", judges="correctness", options={"pattern": "x"}
     )
     each = [*own, "numeric", form, marked, declared, matched]
-    with open_panel(each, PanelConfig(workers=1)) as opened:
+    with open_rewards(each, GradingConfig(workers=1)) as opened:
         yield opened
 
 
@@ -78,17 +79,17 @@ def rows(*references: str, **columns: Any) -> list[PromptRow]:
     ]
 
 
-def found(panel: Panel, labels: list[str], key: str, asked: list[PromptRow]) -> Finding:
-    """As a panel of these rewards only."""
-    parts = [part for part in panel.parts if part.label in labels]
+def found(reward_set: RewardSet, labels: list[str], key: str, asked: list[PromptRow]) -> Finding:
+    """As a reward set of these rewards only."""
+    parts = [part for part in reward_set.parts if part.label in labels]
 
-    class Some(Panel):
+    class Some(RewardSet):
         def __init__(self) -> None:
             self.parts = tuple(parts)
-            self.judges = panel.judges
+            self.judges = reward_set.judges
 
-        def grade(self, answers: Any, labels: Any = None, *, are_bare: bool = False) -> Any:
-            return panel.grade(answers, self.names, are_bare=are_bare)
+        def grade(self, answers: Any, labels: Any = None, *, extract: bool = True) -> Any:
+            return reward_set.grade(answers, self.names, extract=extract)
 
     return judge_rewards(Some(), answers_to_judge(asked, len), 0.0, key)
 
@@ -108,9 +109,9 @@ def found(panel: Panel, labels: list[str], key: str, asked: list[PromptRow]) -> 
     ],
 )
 def test_what_is_said_of_rewards_on_right_answers(
-    panel: Panel, labels: list[str], says: str, key: str
+    reward_set: RewardSet, labels: list[str], says: str, key: str
 ) -> None:
-    finding = found(panel, labels, key, rows("1", "22", "333"))
+    finding = found(reward_set, labels, key, rows("1", "22", "333"))
     assert says in finding.says
     assert (finding.outcome == "passed") == ("known as right" in says)
 
@@ -118,10 +119,10 @@ def test_what_is_said_of_rewards_on_right_answers(
 @pytest.mark.parametrize("key", ["", "eval.answers"])
 @pytest.mark.parametrize("labels", [["format"], ["short", "format"], ["declared"]])
 def test_rewards_of_form_are_asked_only_whether_they_can_be_computed(
-    panel: Panel, labels: list[str], key: str
+    reward_set: RewardSet, labels: list[str], key: str
 ) -> None:
     """They may like an empty answer best; the function says it judges form, or the configuration does."""
-    finding = found(panel, labels, key, rows("1", "22", "333"))
+    finding = found(reward_set, labels, key, rows("1", "22", "333"))
     assert (finding.outcome, finding.number) == ("passed", 3)
     assert finding.says == f"{', '.join(labels)} can be computed; no reward judges correctness"
 
@@ -142,25 +143,25 @@ def test_rewards_of_form_are_asked_only_whether_they_can_be_computed(
     ],
 )
 def test_each_metric_stands_alone_and_in_training_the_total_counts(
-    panel: Panel, labels: list[str], alone: str, added: str
+    reward_set: RewardSet, labels: list[str], alone: str, added: str
 ) -> None:
     asked = rows("1", "22", "333")
-    assert found(panel, labels, "eval.answers", asked).outcome == alone
-    assert found(panel, labels, "", asked).outcome == added
+    assert found(reward_set, labels, "eval.answers", asked).outcome == alone
+    assert found(reward_set, labels, "", asked).outcome == added
 
 
-def test_a_reward_of_taut_s_own_that_does_not_know_its_reference(panel: Panel) -> None:
+def test_a_reward_of_taut_s_own_that_does_not_know_its_reference(reward_set: RewardSet) -> None:
     """The references are sentences, of which the number is not the last."""
-    finding = found(panel, ["numeric"], "", rows("5", "none", "no"))
+    finding = found(reward_set, ["numeric"], "", rows("5", "none", "no"))
     assert finding.outcome == "failed"
     assert "numeric fails on 2 of 3" in finding.says
 
 
-def test_rows_without_right_answers_are_not_asked_about(panel: Panel) -> None:
+def test_rows_without_right_answers_are_not_asked_about(reward_set: RewardSet) -> None:
     row = rows("1")[0]
     bare = PromptRow(row.place, row.id, row.ids_T, row.prompt, (), None, {})
-    assert found(panel, ["numeric"], "", [bare] * 20 + rows("5", "6")).outcome == "passed"
-    finding = found(panel, ["numeric"], "", [bare])
+    assert found(reward_set, ["numeric"], "", [bare] * 20 + rows("5", "6")).outcome == "passed"
+    finding = found(reward_set, ["numeric"], "", [bare])
     assert (finding.outcome, finding.says) == ("skipped", "no row has a reference answer")
 
 

@@ -12,16 +12,16 @@ from tests.checks.faults.rollout import generating, sums
 from tests.checks.planting import Place
 from tests.checks.test_compared_answers import answers
 from tests.checks.test_planted import told
-from tests.fake_executors import serving
-from tests.online_runs import OWN_CODE
-from tests.slow_cases import slow_except
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.fake_executors import serving
+from tests.helpers.online_runs import OWN_CODE
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.checks.examine import examine
 from taut.checks.rollouts import close, prompts_leave_room_for_answers
 from taut.inference.vllm import ServerEngine
-from taut.rl import rollout
+from taut.rl import worker
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("grpo", {"grpo__kl_coef": 0.1, "lora__rank": 2, "rollout__temperature": 0.7}),
@@ -150,7 +150,9 @@ def test_tools_raise_no_false_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model = save_tiny(
         "qwen2", tmp_path / "model", tiny_tokenizer("qwen2.5"), max_position_embeddings=1024
     )
-    keys = {"rollout__environment__name": "tools", "rollout__environment__tools": ["calculator"]}
+    keys: dict[str, Any] = {"rollout__environment__name": "tools"}
+    keys["rollout__environment__tools"] = ["calculator"]
+    keys["data__max_length"] = 900  # the schemas are part of the prompts
     session = generating(Place(tmp_path, monkeypatch), model=model, **keys)
     examination = examine(session)
     close(session)
@@ -161,9 +163,9 @@ def test_tools_raise_no_false_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_small_roll_out_is_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody judges it, so that nothing in it is good enough; and no other prompts are asked for that."""
     place, played = Place(tmp_path, monkeypatch), []
-    original = rollout.sample_trajectories
+    original = worker.sample_trajectories
     monkeypatch.setattr(
-        rollout, "sample_trajectories", lambda *args: played.append(args) or original(*args)
+        worker, "sample_trajectories", lambda *args: played.append(args) or original(*args)
     )
     session = generating(place, method="best_of_n", best_of_n__min_reward=0.5)
     (found,) = answers(examine(session, only=["rollout.groups"])).values()

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import sft
 from tests.checks.planting import Place
+from tests.helpers.chat_runs import sft
 
 from taut.checks.examine import examine
 
@@ -38,7 +38,7 @@ def test_what_is_in_force_is_found_so(
 ) -> None:
     place = Place(tmp_path, monkeypatch)
     found = examine(place.session(place.model("llama"), **WAYS[way]), only=ASKED)
-    assert {one.name: one.finding.outcome for one in found.answered} == dict.fromkeys(
+    assert {one.name: one.finding.outcome for one in found.results} == dict.fromkeys(
         ASKED, "passed"
     ), found
 
@@ -49,7 +49,7 @@ def test_a_step_of_more_samples_than_rows_is_in_force_and_a_warning(
     place = Place(tmp_path, monkeypatch)
     keys: dict[str, Any] = {"batch__samples_per_step": 50, "steps": None, "epochs": 0.5}
     found = examine(place.session(place.model("llama"), **keys), only=ASKED)
-    outcomes = {one.name: one.finding.outcome for one in found.answered}
+    outcomes = {one.name: one.finding.outcome for one in found.results}
     assert outcomes == {"run.in_force": "passed", "run.steps": "warning"}, found
 
 
@@ -80,4 +80,4 @@ def test_one_update_of_another_optimizer_is_downhill(
     place = Place(tmp_path, monkeypatch)
     session = place.session(place.model("llama"), **settings)
     found = examine(session, part="full", only=["fit.update"])
-    assert [one.finding.outcome for one in found.answered] == ["passed"], found
+    assert [one.finding.outcome for one in found.results] == ["passed"], found

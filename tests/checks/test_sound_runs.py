@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import QUIET, chats, save_model, write_rows
-from tests.slow_cases import slow_except
-from tests.tiny_models import CARRIED, STATEFUL, save_tiny
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import QUIET, chats, save_model, write_rows
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_models import CARRIED, STATEFUL, save_tiny
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.checks.examine import Examination, examine
 from taut.checks.session import Session
@@ -196,7 +196,7 @@ def test_every_shape_of_sound_data(name: str, tmp_path: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", DATA[name])
     found = ask(model, train, dtype="float32")
     assert not found.failures, told(found)
-    json.dumps([one.finding.as_fields() for one in found.answered], allow_nan=False)
+    json.dumps([one.finding.as_fields() for one in found.results], allow_nan=False)
 
 
 @pytest.mark.parametrize(("architecture", "kernel"), [("qwen2", "flash"), ("gemma2", "softmax")])
@@ -206,7 +206,7 @@ def test_the_kernels_of_attention_are_told_by_name(
     """Two layers each; a softcap is no kernel's, and is computed with a softmax."""
     model = save_model(tmp_path / "model", architecture)
     train = write_rows(tmp_path / "train.jsonl", chats(3))
-    found = {one.name: one.finding for one in ask(model, train, dtype="float32").answered}
+    found = {one.name: one.finding for one in ask(model, train, dtype="float32").results}
     told_kernels = found["attention.library"].notes[0]
     assert kernel in told_kernels
     assert told_kernels.endswith("(2x)")

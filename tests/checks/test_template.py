@@ -10,8 +10,8 @@ from tests.checks.faults.data import plain, talks
 from tests.checks.faults.template import CALL, TOOL, rows_of
 from tests.checks.planting import Place
 from tests.checks.test_planted import told
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import QWEN3, tiny_tokenizer
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import QWEN3, tiny_tokenizer
 
 from taut.checks import CHECKS
 from taut.checks.examine import Examination, examine
@@ -86,7 +86,7 @@ for _row in INLINE:
     _row["messages"][1]["content"] = (
         f"<think>\nbirds?\n</think>\n\n{_row['messages'][1]['content']}"
     )
-CHANNELLED = rows_of("user", "assistant", number=5, thinking="the question is about birds")
+CHANNELED = rows_of("user", "assistant", number=5, thinking="the question is about birds")
 CALLING = [
     {
         "tools": [TOOL],
@@ -118,6 +118,11 @@ SOUND: dict[str, tuple[str | None, str | None, list[Any]]] = {
     "qwen3, reasoning between tags": ("qwen3", None, INLINE),
     "qwen3, some with reasoning": ("qwen3", None, [*PLAIN, *THOUGHT]),
     "qwen3, switch": ("qwen3", SWITCHED, THOUGHT),
+    "qwen3, switch of DeepSeek": (
+        "qwen3",
+        SWITCHED.replace("enable_thinking", "thinking"),
+        THOUGHT,
+    ),
     "qwen3, tools": ("qwen3", None, CALLING),
     "qwen3, thinking prompt": ("qwen3", THINKING, [*PLAIN, *THOUGHT]),
     "llama3": ("llama3", None, SYSTEM),
@@ -127,7 +132,7 @@ SOUND: dict[str, tuple[str | None, str | None, list[Any]]] = {
     "llama2": ("mistral", LLAMA2, SYSTEM),
     "mistral, system last": ("mistral", MISTRAL_LAST, SYSTEM),
     "zephyr": ("mistral", ZEPHYR, SYSTEM),
-    "channels": ("chatml", CHANNELS, CHANNELLED),
+    "channels": ("chatml", CHANNELS, CHANNELED),
     "alpaca": ("mistral", ALPACA, LONGER),
     "base model, chatml": (None, ZEPHYR, LONGER),
     "no template, texts": (None, None, [{"text": "the cat"}, {"text": "a big red house"}]),
@@ -154,7 +159,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def answers(examination: Examination) -> dict[str, Finding]:
-    return {one.name: one.finding for one in examination.answered}
+    return {one.name: one.finding for one in examination.results}
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -184,13 +189,19 @@ def test_reasoning_that_is_stripped_from_history_is_counted(place: Place) -> Non
 
 def test_an_empty_thought_that_is_taught_is_told(place: Place) -> None:
     found = answers(examine(session_of(place, "qwen3"), only=ASKED))["template.thinking"]
-    assert "empty <think></think>" in found.notes[0]
+    assert "begin with an empty thought" in found.notes[0]
 
 
-def test_what_a_server_does_with_the_switch_of_thinking_is_told(place: Place) -> None:
-    found = answers(examine(session_of(place, "qwen3, switch"), only=ASKED))["template.thinking"]
+@pytest.mark.parametrize(
+    ("name", "switch"),
+    [("qwen3, switch", "enable_thinking"), ("qwen3, switch of DeepSeek", "thinking")],
+)
+def test_what_a_server_does_with_the_switch_of_thinking_is_told(
+    name: str, switch: str, place: Place
+) -> None:
+    found = answers(examine(session_of(place, name), only=ASKED))["template.thinking"]
     assert len(found.notes) == 1
-    assert found.notes[0].startswith("served with enable_thinking=false")
+    assert found.notes[0].startswith(f"served with {switch}=false")
 
 
 def test_what_taut_mends_is_told(place: Place) -> None:
@@ -213,8 +224,9 @@ def test_one_row_with_a_special_token_in_its_words_is_told(place: Place) -> None
     found = answers(examine(session_of(place, "chatml, white space"), only=ASKED))[
         "template.markup"
     ]
-    assert found.number == 1
-    assert "<|im_end|>" in found.notes[0]
+    assert (found.outcome, found.number) == ("warning", 1)
+    assert "<|im_end|> in the messages of 1 of" in found.says
+    assert "transformers, vLLM" in found.remedy and "control_tokens=as_text" in found.remedy
 
 
 def test_marks_of_another_model_are_told(place: Place) -> None:
@@ -231,7 +243,7 @@ def test_rows_with_a_system_message_of_their_own_are_counted(
     for row in rows[:2]:
         row["messages"].insert(0, {"role": "system", "content": "You know it all."})
     session = place.session(data=place.data(rows), data__system="You answer briefly.")
-    (found,) = examine(session, only=["template.system"]).answered
+    (found,) = examine(session, only=["template.system"]).results
     assert found.finding.outcome == "passed" and found.finding.number == 12
     own = "2 rows have a system message of their own, which is kept"
     assert f"10 rows have the one of data.system; {own}" in found.finding.notes

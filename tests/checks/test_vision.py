@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import QUIET, chats, write_rows
-from tests.picture_rows import chats_with_pictures
-from tests.slow_cases import slow_except
-from tests.vision_models import tiny_vlm
+from tests.helpers.chat_runs import QUIET, chats, write_rows
+from tests.helpers.picture_rows import chats_with_pictures
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.vision_models import tiny_vlm
 
 from taut.checks.examine import Examination, examine
 from taut.checks.session import Session
@@ -32,7 +32,7 @@ def test_sound_pictures_pass_every_check(kind: str, tmp_path: Path) -> None:
     """Positions in three dimensions and features in several layers; blocks that see both ways."""
     found = ask(tmp_path, kind, chats_with_pictures(tmp_path))
     assert not found.failures, "\n".join(f"{it.name}: {it.finding}" for it in found.failures)
-    asked = {it.name: it.finding.outcome for it in found.answered if "vision." in it.name}
+    asked = {it.name: it.finding.outcome for it in found.results if "vision." in it.name}
     assert asked == dict.fromkeys(asked, "passed")
     assert len(asked) == 4
 
@@ -40,7 +40,7 @@ def test_sound_pictures_pass_every_check(kind: str, tmp_path: Path) -> None:
 def test_rows_of_text_are_said_to_have_no_picture(tmp_path: Path) -> None:
     found = ask(tmp_path, "qwen2_vl", chats(6), freeze=["vision_tower", "projector"])
     assert not found.failures, "\n".join(f"{it.name}: {it.finding}" for it in found.failures)
-    said = [it.finding for it in found.answered if it.name.startswith("vision.")]
+    said = [it.finding for it in found.results if it.name.startswith("vision.")]
     assert {it.says for it in said} == {"no row has a picture"}
 
 
@@ -51,5 +51,5 @@ def test_equal_words_about_another_picture_are_another_sample(tmp_path: Path) ->
     other = {"messages": [third["messages"][0], answer]}
     held_out = write_rows(tmp_path / "eval.jsonl", [other])
     found = ask(tmp_path, "qwen2_vl", [first, *rows[2::3]], **{"data.eval": str(held_out)})
-    answers = {it.name: it.finding for it in found.answered}
+    answers = {it.name: it.finding for it in found.results}
     assert answers["data.overlap"].number == 0.0

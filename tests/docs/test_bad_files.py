@@ -1,4 +1,4 @@
-"""The README's table of bad files: taut's side of benchmarks/bad_files.py is run, and says what the table says."""
+"""The table of bad files: taut's side of benchmarks/bad_files.py is run, and says what the table says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.docs.pages import ROOT
 from taut.cli import main
 
 ROWS = re.findall(
-    r"^\| .* \| .* \| `(\w+)\.jsonl(.*)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    r"^\| .* \| .* \| `(\w+)\.jsonl(.*)` \|$",
+    (ROOT / "docs" / "bad-files.md").read_text(),
+    re.MULTILINE,
 )
 
 
@@ -25,7 +27,7 @@ def bad_files() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # it imports its neighbours
+    sys.path.insert(0, str(path.parent))  # it imports its neighbors
     try:
         spec.loader.exec_module(module)
     finally:

@@ -155,13 +155,13 @@ def test_taut_takes_turns_with_each_library(path: None) -> None:
     import report
 
     some = (report.TAUT, report.TRL_DEFAULT)
-    assert [one.label for one in report.with_products(some, "both")] == [
+    assert [one.label for one in report.with_cpu_matmul(some, "both")] == [
         "taut shared (mkl)",
         "taut shared (onednn)",
         "trl padded",
     ]
-    assert report.with_products(some, "mkl") == list(some), "that is for all of taut's runs"
-    assert report.with_products(some, "both")[0].job == {"mode": "shared", "products": "mkl"}
+    assert report.with_cpu_matmul(some, "mkl") == list(some), "that is for all of taut's runs"
+    assert report.with_cpu_matmul(some, "both")[0].job == {"mode": "shared", "cpu_matmul": "mkl"}
 
 
 def test_a_ratio_without_a_common_state_is_neither_met_nor_missed(path: None) -> None:

@@ -87,7 +87,7 @@ def test_pip_installs_torch_first_and_then_what_was_tested_together() -> None:
     assert torch.endswith("pip install --no-cache-dir ${TORCH}")
     assert "--constraint /wheel/constraints.txt" in taut and "[${EXTRAS}]" in taut
     extras = {*PROJECT["optional-dependencies"]} - {
-        *("dev", "page-tests", "wandb", "trackio", "verifiers", "gs", "modelscope")
+        *("dev", "docs", "page-tests", "wandb", "trackio", "verifiers", "gs", "modelscope")
     }
     assert set(ARGUMENTS["EXTRAS"].split(",")) == extras
 

@@ -11,9 +11,9 @@ import pytest
 from tests.docs.pages import ROOT
 from tests.unit.rl.test_environment import Scripted, renderer_of, row_of, world_of
 
-from taut.inference.engine import Sampling
-from taut.rl.environment import EnvironmentConfig
+from taut.inference.settings import Sampling
 from taut.rl.sampler import sample_trajectories
+from taut.rl.settings import EnvironmentConfig
 
 
 def code_of(number: int) -> str:

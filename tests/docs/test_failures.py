@@ -136,8 +136,8 @@ def test_the_summary_counts_the_rows() -> None:
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    assert has_code("data/render.py::fit")
-    assert not has_code("data/render.py::fits")
+    assert has_code("data/render/render.py::fit")
+    assert not has_code("data/render/render.py::fits")
     assert has_test("unit/data/test_render_length.py::test_drop")
     assert not has_test("unit/data/test_render_length.py::test_dropped")
     assert not has_test("data.rows: a_fault_that_nobody_planted")

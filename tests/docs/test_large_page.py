@@ -8,11 +8,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.chat_runs import chats, save_model, write_rows
-from tests.configurations import save_configuration
+from tests.helpers.chat_runs import chats, save_model, write_rows
+from tests.helpers.configurations import save_configuration
 
 from taut import cli
-from taut.commands.plan import Plan, Way, plan
+from taut.commands.plan import Way, plan
+from taut.commands.settings import Plan
 from taut.config import load
 
 PAGE = (Path(__file__).parents[2] / "docs" / "large.md").read_text()

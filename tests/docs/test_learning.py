@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,11 +15,13 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from taut.rewards import Answered, PanelConfig, open_panel
+from taut.rewards import RewardInput
+from taut.rewards.reward_set import RewardSet, open_rewards
+from taut.rewards.settings import GradingConfig
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "grpo"
-ONE = PanelConfig(workers=1)
+ONE = GradingConfig(workers=1)
 
 
 def load(path: Path) -> ModuleType:
@@ -48,6 +53,13 @@ def recorded() -> dict[str, Any]:
     return json.loads((EXAMPLE / "curves.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def open_once() -> Iterator[Callable[[str], RewardSet]]:
+    """Opens a reward, which may take a second, at its first use."""
+    with ExitStack() as stack:
+        yield cache(lambda reward: stack.enter_context(open_rewards(reward, ONE)))
+
+
 def test_rows_are_the_same_for_the_same_seed_and_no_question_comes_twice(make: ModuleType) -> None:
     for task in make.TASKS:
         rows = make.make_rows(task, seed=3)
@@ -56,24 +68,26 @@ def test_rows_are_the_same_for_the_same_seed_and_no_question_comes_twice(make: M
         assert len(set(questions)) == len(questions) == 12
 
 
-def test_right_answers_get_the_full_reward(make: ModuleType, learning: ModuleType) -> None:
+def test_right_answers_get_the_full_reward(
+    make: ModuleType, learning: ModuleType, open_once: Callable[[str], RewardSet]
+) -> None:
     assert list(learning.TASKS) == sorted(make.TASKS, key=list(learning.TASKS).index)
     for name, task in learning.TASKS.items():
         rows = make.make_rows(name, seed=3)["train"]
         given = [
-            Answered(text=row["answer"], references=(row["answer"],), row=make.asked(row))
+            RewardInput(text=row["answer"], references=(row["answer"],), row=make.asked(row))
             for row in rows
         ]
         for reward in {task.reward, task.measured}:
-            with open_panel(reward, ONE) as panel:
-                assert [verdict.total for verdict in panel.grade(given)] == [1.0] * 4
+            assert [result.total for result in open_once(reward).grade(given)] == [1.0] * 4
 
 
-def test_an_equal_fraction_is_right_and_another_is_not() -> None:
+def test_an_equal_fraction_is_right_and_another_is_not(
+    open_once: Callable[[str], RewardSet],
+) -> None:
     texts = (r"\boxed{\frac{50}{100}}", r"\boxed{\frac{5}{100}}")
-    given = [Answered(text=text, references=(r"\boxed{\frac{1}{2}}",)) for text in texts]
-    with open_panel("math", ONE) as panel:
-        assert [verdict.total for verdict in panel.grade(given)] == [1.0, 0.0]
+    given = [RewardInput(text=text, references=(r"\boxed{\frac{1}{2}}",)) for text in texts]
+    assert [result.total for result in open_once("math").grade(given)] == [1.0, 0.0]
 
 
 def test_the_model_is_small_and_its_prompts_are_short(make: ModuleType, tmp_path: Path) -> None:

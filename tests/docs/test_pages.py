@@ -13,24 +13,23 @@ from tests.docs.pages import (
     CHECK_PAGE,
     CLUSTER_PAGE,
     CONFIG_PAGE,
-    KEYS_FILE,
+    MODELS_PAGE,
     RATES_PAGE,
     ROOT,
-    SCHEMA_FILE,
     check_page,
     cluster_page,
     config_page,
-    keys_file,
+    models_page,
     rates_page,
-    schema_file,
 )
 
-from taut.cli import command_with, config_class, joined, sort_words
-from taut.cli import commands as all_commands
-from taut.commands.launch import read
+from taut.cli import command_of as called_by
+from taut.cli import config_class, joined, sort_words
+from taut.commands import registry
 from taut.config import describe, load
 from taut.methods import METHODS, command_of
 from taut.methods.method import RunConfig, class_of
+from taut_tools.cluster.launch import read
 
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
@@ -104,7 +103,9 @@ def test_architecture_names_every_module() -> None:
 def test_every_command_of_a_page_is_accepted(
     page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("taut.train.log.require", lambda *_: None)  # extras that tests do without
+    monkeypatch.setattr(
+        "taut.train.settings.require", lambda *_: None
+    )  # extras that tests do without
     words = shlex.split(re.sub(r" > \S+$", "", command).replace(" -> ", " "))
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -114,9 +115,10 @@ def test_every_command_of_a_page_is_accepted(
     if words[0].startswith("-") or words[0].isupper():
         return
     words = joined(words)
-    assert words[0] in all_commands(), f"{page}: taut has no command {words[0]}"
+    assert words[0] in registry.names(), f"{page}: taut has no command {words[0]}"
     given = [word for word in words[1:] if not word.startswith("[")]
-    called = command_with(words, all_commands()[words[0]])
+    called = called_by(words)
+    assert called is not None
     if "--help" in given or called.config is None:
         return
     cls = config_class(called)
@@ -152,6 +154,15 @@ def test_the_first_screen_of_the_readme_has_the_two_commands() -> None:
     assert "    make test" in first
 
 
+def test_the_files_of_an_afternoon_can_be_read_in_one() -> None:
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("## An afternoon") :]
+    files = [link for link in LINK.findall(section) if link.endswith(".py")]
+    assert len(files) == 10
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 2800
+    assert len(text.splitlines()) <= 90
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
 def test_every_example_parses(path: Path) -> None:
     given = tomllib.loads(path.read_text())
@@ -167,11 +178,6 @@ def test_every_example_parses(path: Path) -> None:
 
 def test_the_configuration_page_is_current() -> None:
     assert CONFIG_PAGE.read_text(encoding="utf-8") == config_page(), "run make docs"
-
-
-def test_the_keys_that_the_package_keeps_are_current() -> None:
-    assert KEYS_FILE.read_text(encoding="utf-8") == keys_file(), "run make docs"
-    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_file(), "run make docs"
 
 
 def test_the_page_of_hyperparameters_is_current() -> None:
@@ -196,3 +202,23 @@ def test_the_configuration_page_has_the_default_of_every_command() -> None:
 def test_the_table_of_checks_is_current() -> None:
     assert CHECK_PAGE.read_text(encoding="utf-8") == check_page(), "run make docs"
     assert CLUSTER_PAGE.read_text(encoding="utf-8") == cluster_page(), "run make docs"
+
+
+def test_the_table_of_adapters_is_current() -> None:
+    assert MODELS_PAGE.read_text(encoding="utf-8") == models_page(), "run make docs"
+
+
+def test_what_a_resume_may_change_is_on_its_page() -> None:
+    """Every key that a resume may change is named, and every key that is named exists."""
+    page = (ROOT / "docs" / "resume.md").read_text(encoding="utf-8")
+    section = page.partition("## What may change\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)*)`", section))
+    keys = {row.key for cls in METHODS.values() for row in describe(cls)}
+    keys |= {key.rpartition(".")[0] for key in keys}
+    may = {key for cls in METHODS.values() for kind in cls.may_change for key in kind}
+    may -= {"rollout.replay_from"}  # it says so among what is refused
+    of_options = {"api_key_env", "url", "known_as", "reward_server", "judge"}
+    names = {"data", "schedule", "address", "exactness", "warning"}  # of events
+    assert not may - named, "left out"
+    assert not {name for name in named - keys - of_options - names if "." not in name}
+    assert not {name for name in named if "." in name and name not in keys} - {"resolved.json"}

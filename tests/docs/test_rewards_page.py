@@ -11,11 +11,12 @@ import pytest
 from tests.checks.faults.rollout import sums
 from tests.checks.planting import Place
 from tests.docs.pages import REWARDS_PAGE, rewards_page
+from tests.helpers.all_rewards import ALL
 
 from taut.checks.rollouts import close, rewards_know_right_answers
 from taut.config import describe, from_mapping
-from taut.rewards import REWARDS, RewardSpec
 from taut.rewards.registry import read_parts
+from taut.rewards.settings import RewardSpec
 
 TEXT = REWARDS_PAGE.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
@@ -28,7 +29,7 @@ def test_its_options_are_current() -> None:
 
 def test_every_reward_is_in_its_table_with_the_place_it_runs_at() -> None:
     table = dict(re.findall(r"^\| `(\w+)` \| .* \| (\w+) \|$", TEXT, re.MULTILINE))
-    assert {name: cls.runs for name, cls in REWARDS.items()}.items() <= table.items()
+    assert {name: cls.runs for name, cls in ALL.items()}.items() <= table.items()
 
 
 def test_the_keys_of_a_reward_are_all_told() -> None:
@@ -61,11 +62,12 @@ def test_the_function_passes_the_check_of_right_answers_because_it_says_that_it_
     place = Place(tmp_path, monkeypatch)
     data = place.data([{**row, "budget": 20} for row in sums()])
     own = tmp_path / "own.py"
+    keys = {"rollout__n": 2, "grading__workers": 1}
 
     def outcome(code: str) -> str:
         own.write_text(code)
         rewards = [{"name": f"{own}:brevity", "options": {"by": 2.0}}]
-        session = place.session(data=data, method="grpo", rewards=rewards, rollout__n=2)
+        session = place.session(data=data, method="grpo", rewards=rewards, **keys)
         try:
             return rewards_know_right_answers(session).outcome
         finally:

@@ -9,8 +9,8 @@ import tomllib
 import pytest
 from tests.docs.pages import ROOT
 
-from taut.data.messages import Conversation, Document
-from taut.data.schema import Columns, read_prompt
+from taut.data.rows.messages import Conversation, Document
+from taut.data.rows.schema import Columns, read_prompt
 from taut.errors import DataError
 
 PAGE = (ROOT / "docs/rl.md").read_text(encoding="utf-8")

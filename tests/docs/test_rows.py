@@ -7,10 +7,11 @@ import re
 
 import pytest
 from tests.docs.pages import ROOT
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
-from taut.data.render import Renderer, render_any
-from taut.data.schema import Columns, Kind, read_any
+from taut.data.render.render import Renderer, render_any
+from taut.data.rows.schema import Columns, read_any
+from taut.data.settings import Kind
 
 PAGE = (ROOT / "docs/data.md").read_text()
 ROWS = [json.loads(line) for line in re.findall(r"^    (\{.*\})$", PAGE, re.MULTILINE)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from packaging.version import Version
 from tests.versions.run import BEGIN, CHOSEN, END, LEFT_OUT, NEEDING, PAGE, ROOT, SHOWN, bounds
 
-from taut.capabilities import CAPABILITIES
-from taut.extras import NEWEST
+from taut.io.capabilities import CAPABILITIES
+from taut.io.extras import NEWEST
 
 TEXT = PAGE.read_text(encoding="utf-8")
 

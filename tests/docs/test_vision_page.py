@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tests.docs.pages import ROOT
-from tests.vision_models import vision_config, vision_tokenizer
-from tests.vision_processors import save_processor
-from tests.vision_templates import LLAVA_ONEVISION
+from tests.helpers.vision_models import vision_config, vision_tokenizer
+from tests.helpers.vision_processors import save_processor
+from tests.helpers.vision_templates import LLAVA_ONEVISION
 
 from taut.config import describe
-from taut.data.messages import Conversation
-from taut.data.render import Renderer, render_any
-from taut.data.schema import Columns, best_row, read_any
+from taut.data.render.render import Renderer, render_any
+from taut.data.rows.messages import Conversation
+from taut.data.rows.schema import Columns, best_row, read_any
 from taut.errors import RenderError
-from taut.vision.content import FORMATS, ImagesConfig
+from taut.vision.content import FORMATS
 from taut.vision.image_store import ImageStore
 from taut.vision.processors import PROCESSORS, open_processor
+from taut.vision.settings import ImagesConfig
 
 PAGE = (ROOT / "docs/vision.md").read_text(encoding="utf-8")
 ROWS = [json.loads(line) for line in re.findall(r"^    (\{.*\})$", PAGE, re.MULTILINE)]

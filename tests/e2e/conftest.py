@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import chats, save_model, sft, write_rows
+from tests.helpers.chat_runs import chats, save_model, sft, write_rows
 
 
 @pytest.fixture(scope="session")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.chat_runs import decisions, events
-from tests.online_runs import keys_of, save_models, train
-from tests.run_directories import differences, left
+from tests.helpers.chat_runs import decisions, events
+from tests.helpers.online_runs import keys_of, save_models, train
+from tests.helpers.run_directories import differences, left
 from tests.unit.rl.test_agents import PROGRAM
 
+from taut.cli import main
 from taut.errors import ConfigError
 from taut.io.tables import read_tables
 
@@ -94,3 +96,61 @@ def test_what_an_agent_asks_is_what_is_trained_on(place: Path, tmp_path: Path) -
 def test_a_method_that_compares_tokens_takes_no_agent(place: Path) -> None:
     with pytest.raises(ConfigError, match="what an agent asks may branch"):
         train(keys(place, "ppo", out=str(place / "ppo")))
+
+
+SECRETS = ("hunter2", "tr0ub4dor")
+LEAKS = (
+    PROGRAM
+    + """
+asked = row["messages"]
+ask(asked)
+if row.get("n", 0) % 2:
+    sys.exit(f"cannot reach s3://AKIA:{sys.argv[2]}/x@bucket with --api-key {sys.argv[2]}")
+print(json.dumps({"reward": 1.0}))
+"""
+)
+
+
+@pytest.mark.slow
+def test_no_byte_of_a_run_has_a_secret(
+    place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of the command of an agent, of the environment that it sets, and of what an agent says at its end; taut resume
+    asks for it again, and another secret is no other run.
+    """
+    (place / "leaks.py").write_text(LEAKS)
+
+    def command(secret: str) -> str:
+        return (
+            f"agent:env GITHUB_TOKEN={secret} {sys.executable} {place}/leaks.py --api-key {secret}"
+        )
+
+    run = keys(
+        place,
+        **{
+            "rollout.environment.name": command(SECRETS[0]),
+            "checkpoint.every": 1,
+            "rollout_monitor.max_errors": 1.0,
+            "loss_monitor.nothing_learned": "warn",
+        },
+    )
+    out = train(run).out
+    assert "rollout.environment.name" in json.loads((out / "resolved.json").read_text())["redacted"]
+
+    def require_clean() -> None:
+        printed = capfd.readouterr()
+        assert not any(secret in printed.out + printed.err for secret in SECRETS)
+        for path in out.rglob("*"):
+            if path.is_file():
+                found = path.read_bytes()
+                assert not any(secret.encode() in found for secret in SECRETS), path
+
+    require_clean()
+    assert main(["resume", str(out), "steps=3"]) == 2
+    assert "keeps no secrets, and rollout.environment.name had one" in capfd.readouterr().err
+    assert (
+        main(["resume", str(out), "steps=3", f"rollout.environment.name={command(SECRETS[1])}"])
+        == 0
+    )
+    assert len(events(out, "step")) == 3
+    require_clean()

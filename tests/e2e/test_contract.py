@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.chat_runs import chats, column, events, save_model, sft, weights, write_rows
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import chats, column, events, save_model, sft, weights, write_rows
+from tests.helpers.slow_cases import slow_except
 from torch import nn
 from transformers import AutoTokenizer
 
 import taut
-from taut.commands.verify import Finding, Verify, run, verify
-from taut.evals import contract, reload
+from taut.commands.settings import Verify
+from taut.commands.verify import Finding, run, verify
+from taut.evals import contract, round_trip
 from taut.evals.contract import read_contract
-from taut.models import lora
+from taut.models.lora.merge import plain_groups
 from taut.models.scorer import Scorer
 
 WIDE: dict[str, Any] = {"dtype": "float32", "steps": 2, "optim__learning_rate": 1e-2}
@@ -106,6 +107,31 @@ def test_an_end_token_that_was_changed(copied: Path) -> None:
     change_json(copied / "generation_config.json", change)
     assert failed(copied) == {"stop set", "generation_config"}
     assert "eos of generation_config is [480]" in replay(copied)["stop set"].detail
+
+
+def test_a_stop_set_that_was_saved_wrong_is_told_and_rewritten(copied: Path) -> None:
+    """Saved by a release that took another token for the end of a turn."""
+    other = AutoTokenizer.from_pretrained(copied)
+    other.eos_token = "<|endoftext|>"
+    other.save_pretrained(copied)
+    index = other.eos_token_id
+
+    def taught(tree: dict[str, Any]) -> None:
+        tree["stops"] = [{"id": index, "token": "<|endoftext|>", "reason": "ends a turn"}]
+        tree["facts"]["eos"] = {file: [index] for file in tree["facts"]["eos"]}
+        tree["facts"]["generation_config"]["eos_token_id"] = [index]
+
+    change_json(copied / contract.FILE, taught)
+    for name in ("config.json", "generation_config.json"):
+        change_json(copied / name, lambda tree: tree.update(eos_token_id=[index]))
+    found = replay(copied)["stop set"]
+    assert found.outcome == "failed" and "rewrite_stops=true" in found.detail
+    assert failed(copied, rewrite_stops=True) == set()
+    end = other.convert_tokens_to_ids("<|im_end|>")
+    written = read_contract(copied)
+    assert written.stops[0].id == end
+    assert all(ids[0] == end for ids in written.facts.eos.values())
+    assert AutoTokenizer.from_pretrained(copied).eos_token == "<|im_end|>"
 
 
 def test_a_tokenizer_that_stops_elsewhere(copied: Path) -> None:
@@ -236,7 +262,7 @@ def test_rounding_to_the_saved_dtype_is_told_apart(
     lora__rank: int, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With adapters the model is read back a layer at a time, its answers too."""
-    monkeypatch.setattr(reload, "WHOLE", 0 if lora__rank else reload.WHOLE)
+    monkeypatch.setattr(round_trip, "WHOLE", 0 if lora__rank else round_trip.WHOLE)
     base = save_model(tmp_path / "model", dtype=torch.bfloat16)
     out = sft(base, train, tmp_path / "out", lora__rank=lora__rank, **WIDE).out
     found = {event["name"]: event["value"] for event in events(out, "check")}
@@ -249,16 +275,15 @@ def test_rounding_to_the_saved_dtype_is_told_apart(
 
 def plant_a_lost_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A merge that loses what was learned of one token."""
-    merge = lora.plain_groups
 
     def losing(model: nn.Module, whole: Any = None) -> Iterator[dict[str, torch.Tensor]]:
-        for group in merge(model, whole):
+        for group in plain_groups(model, whole):
             for name, tensor in group.items():
                 if name.endswith("embed_tokens.weight"):
                     group[name] = tensor.index_fill(0, torch.tensor([482]), 0.0)
             yield group
 
-    for module in ("taut.evals.reload", "taut.models.save"):
+    for module in ("taut.evals.round_trip", "taut.models.save"):
         monkeypatch.setattr(f"{module}.plain_groups", losing)
 
 
@@ -291,7 +316,7 @@ def test_weights_that_are_not_written_as_they_are_are_named(
     name = "model.layers.1.mlp.up_proj.weight"
 
     def spoiled(*arguments: Any) -> Scorer:
-        scorer = reload.load_anew(*arguments)
+        scorer = round_trip.load_anew(*arguments)
         with torch.no_grad():
             scorer.model.get_parameter(name)[0, 0] += 1e-6
         return scorer

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tests.chat_runs import QUIET, events, weights, write_rows
-from tests.vision_models import tiny_vlm
+from tests.helpers.chat_runs import QUIET, events, weights, write_rows
+from tests.helpers.vision_models import tiny_vlm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import taut
-from taut.commands.export import Export, run
-from taut.commands.verify import Verify, verify
+from taut.commands.settings import Verify
+from taut.commands.verify import verify
 from taut.errors import ModelError
 from taut.evals.contract import read_contract
 from taut.models.load import quiet_library
+from taut_tools.export.export import run
+from taut_tools.export.settings import Export
 
 
 @pytest.fixture(scope="module")

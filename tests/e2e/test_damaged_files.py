@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import QUIET, chats, save_model, sft, words_of, write_rows
-from tests.time_limits import time_limit
+from tests.helpers.chat_runs import QUIET, chats, save_model, sft, words_of, write_rows
+from tests.helpers.time_limits import time_limit
 
 from taut.cli import main
 

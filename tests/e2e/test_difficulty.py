@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.chat_runs import events
-from tests.kill_points import Point
-from tests.killed_runs import kill, resume, whole
-from tests.online_runs import keys_of, save_models
-from tests.run_directories import left, require_equal
+from tests.helpers.chat_runs import events
+from tests.helpers.kill_points import Point
+from tests.helpers.killed_runs import kill, resume, whole
+from tests.helpers.online_runs import keys_of, save_models
+from tests.helpers.run_directories import left, require_equal
 
 from taut.io import tables
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import (
+from tests.helpers.chat_runs import (
     QUIET,
     chats,
     column,
@@ -17,7 +17,8 @@ from tests.chat_runs import (
     weights,
     write_rows,
 )
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.refusals import ErrorCode, refused
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 import taut
 from taut.errors import ConfigError, DataError
@@ -135,14 +136,18 @@ def test_a_run_by_file_goes_on_exactly(place: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_before_anything_is_written(place: Path, tmp_path: Path) -> None:
     top = teach(place, "train.jsonl", tmp_path / "top.jsonl", top=8)
     for keys, error, says in [
-        ({}, ConfigError, "distill.teacher is not set"),
-        ({"distill__teacher": str(place / "student")}, ConfigError, "is the model that trains"),
+        ({}, ConfigError, ErrorCode("distill.teacher/distill.top_logprobs")),
+        (
+            {"distill__teacher": str(place / "student")},
+            ConfigError,
+            ErrorCode("distill.teacher/model"),
+        ),
         (
             {"distill__top_logprobs": top, "data__train": str(place / "eval.jsonl")},
             DataError,
             f"{top}:1: ids",
         ),
     ]:
-        with pytest.raises(error, match=says):
+        with refused(says, error):
             distill(place, tmp_path / "out", **keys)
     assert not (tmp_path / "out").exists()

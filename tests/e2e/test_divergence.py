@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests import online_runs as online
-from tests.chat_runs import chats, column, events, save_model, sft, words_of, write_rows
+from tests.helpers import online_runs as online
+from tests.helpers.chat_runs import chats, column, events, save_model, sft, words_of, write_rows
 
 import taut
 from taut import cli

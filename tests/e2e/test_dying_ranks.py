@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import online_runs
-from tests.chat_runs import QUIET, events, words_of
-from tests.forked_processes import LIMIT, start, worlds
+from tests.helpers import online_runs
+from tests.helpers.chat_runs import QUIET, events, words_of
+from tests.helpers.forked_processes import LIMIT, start, worlds
 from torch.distributed import TCPStore
 
 PROGRAM = """\

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import (
+from tests.helpers.chat_runs import (
     PLAIN,
     QUIET,
     chats,
@@ -21,14 +21,15 @@ from tests.chat_runs import (
     words_of,
     write_rows,
 )
-from tests.forked_processes import run
-from tests.slow_cases import slow_except
+from tests.helpers.forked_processes import run
+from tests.helpers.refusals import ErrorCode, refused
+from tests.helpers.slow_cases import slow_except
 
 import taut
 from taut.cli import main
 from taut.errors import SandboxError
 from taut.evals.contract import read_contract
-from taut.sandbox import shared
+from taut_tools.sandbox.shared import shared
 
 Go = Callable[..., taut.Result]
 
@@ -197,9 +198,9 @@ def test_errors_of_a_reward_are_told_and_never_the_best(go: Go, tmp_path: Path) 
         ({"eval__answers__rewards": ["exakt"]}, "found the reward 'exakt'; expected one of exact"),
         (
             {"eval__answers__rewards": []},
-            "found settings of eval.answers without eval.answers.rewards",
+            ErrorCode("eval.answers.every/eval.answers.rewards"),
         ),
-        ({"data__eval": None}, "there is nothing to ask"),
+        ({"data__eval": None}, "is set without data to ask"),
         (
             {"eval__answers__reference": "gold"},
             r"held_out\.jsonl:1: the row has no column 'gold'.*messages",
@@ -208,13 +209,16 @@ def test_errors_of_a_reward_are_told_and_never_the_best(go: Go, tmp_path: Path) 
             {"eval__answers__rewards": ["numeric"]},
             r"held_out\.jsonl:1: numeric: .*without a number",
         ),
-        ({"eval__answers__sampling__n": 4}, "temperature=0 gives 4 times the same"),
+        (
+            {"eval__answers__sampling__n": 4},
+            ErrorCode("eval.answers.sampling.temperature/eval.answers.sampling.n"),
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(
     keys: dict[str, Any], message: str, go: Go, tmp_path: Path
 ) -> None:
-    with pytest.raises(taut.TautError, match=message):
+    with refused(message, taut.TautError):
         go("out", **{**ANSWERS, **keys})
     assert not (tmp_path / "out").exists()
 

@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import chats, write_rows
-from tests.scripted_engines import FakeEngine
+from tests.helpers.chat_runs import chats, write_rows
+from tests.helpers.refusals import ErrorCode, refused
+from tests.helpers.scripted_engines import FakeEngine
 
 import taut
 from taut import cli
 from taut.commands import evaluate as command
 from taut.commands import generate
-from taut.commands.evaluate import Evaluate, Evaluated
+from taut.commands.evaluate import Evaluated
+from taut.commands.settings import Evaluate
 from taut.config import from_mapping
 from taut.errors import SandboxError
-from taut.sandbox import shared
 from taut.types import Completion, FinishReason
+from taut_tools.sandbox.shared import shared
 
 
 @pytest.fixture
@@ -206,9 +208,9 @@ def test_completions_that_failed_are_exit_code_1_and_are_tried_again(
         ),
         ({"rewards": ["numeric"]}, r"questions\.jsonl:1: numeric: .*6 of 6 references"),
         ({"rewards": ["exact"]}, "found the reward 'exact'; expected one of exact_match, contains"),
-        ({"rewards": []}, "rewards is empty"),
-        ({"resume": True}, "resume=true and out is not set"),
-        ({"sampling__n": 4}, "n=4 with temperature=0"),
+        ({"rewards": []}, ErrorCode("rewards")),
+        ({"resume": True}, ErrorCode("resume/out")),
+        ({"sampling__n": 4}, ErrorCode("sampling.temperature/sampling.n")),
         ({"data": "absent.jsonl"}, r"no file or directory absent\.jsonl"),
     ],
 )
@@ -221,7 +223,7 @@ def test_bad_input_is_refused_before_anything_is_generated(
 ) -> None:
     engine = FakeEngine(lambda name, index: "x")
     speak(monkeypatch, engine)
-    with pytest.raises(taut.TautError, match=message):
+    with refused(message, taut.TautError):
         evaluate(model, Path(keys.pop("data", questions)), **keys)
     assert engine.asked == []
 

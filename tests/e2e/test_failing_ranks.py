@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.chat_runs import QUIET, save_model, words_of
-from tests.forked_processes import LIMIT, start, worlds
+from tests.helpers.chat_runs import QUIET, save_model, words_of
+from tests.helpers.forked_processes import LIMIT, start, worlds
 from torch.distributed import TCPStore
 
 PROGRAM = """\

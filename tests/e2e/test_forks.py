@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.chat_runs import events
 from tests.e2e.test_online_kills import told_of, within
+from tests.helpers.chat_runs import events
+from tests.helpers.killed_runs import kill, resume, whole
+from tests.helpers.online_runs import keys_of, save_models, train
+from tests.helpers.run_directories import differences, left, require_equal
 from tests.invariants.test_rollout_ranks import TALK
-from tests.killed_runs import kill, resume, whole
-from tests.online_runs import keys_of, save_models, train
-from tests.run_directories import differences, left, require_equal
 
 from taut.errors import UserCodeError
 

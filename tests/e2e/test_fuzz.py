@@ -26,18 +26,28 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from tests.chat_runs import QUIET, chats, words_of, write_rows
-from tests.malformed_inputs import FLAT, JUDGED, ROWS, SIMPLE, TEXT, TOML, spoil_bytes, spoil_value
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.all_commands import ALL
+from tests.helpers.chat_runs import QUIET, chats, words_of, write_rows
+from tests.helpers.malformed_inputs import (
+    FLAT,
+    JUDGED,
+    ROWS,
+    SIMPLE,
+    TEXT,
+    TOML,
+    spoil_bytes,
+    spoil_value,
+)
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
-from taut import cli
 from taut.cli import config_class, main
 from taut.config import describe, load
-from taut.data.dataset import DataConfig, load_dataset
-from taut.data.prompts import load_prompts
-from taut.data.render import Renderer
-from taut.data.schema import Columns, Kind
-from taut.data.stop_tokens import derive_stop_set
+from taut.data.dataset import load_dataset
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import derive_stop_set
+from taut.data.rows.prompts import load_prompts
+from taut.data.rows.schema import Columns
+from taut.data.settings import DataConfig, Kind
 from taut.errors import TautError
 
 SECONDS = 20
@@ -204,7 +214,11 @@ def prompts(draw: Random, place: Path) -> Case:
 
 @cache
 def commands() -> dict[str, Any]:
-    return {name: config_class(it) for name, it in cli.commands().items() if it.config is not None}
+    return {
+        name: config_class(it)
+        for name, it in ALL.items()
+        if it.config is not None and "--" not in name
+    }
 
 
 def assignments(cls: Any) -> dict[str, str]:

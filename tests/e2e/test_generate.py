@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chat_runs import chats, save_model, sft, words_of, write_rows
-from tests.fake_vllm import FakeServer, Fault
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import chats, save_model, sft, words_of, write_rows
+from tests.helpers.fake_vllm import FakeServer, Fault
+from tests.helpers.refusals import ErrorCode, says
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 import taut
 from taut.cli import main
 from taut.commands.generate import Generated
 from taut.errors import ConfigError, EngineError, ModelError
-from taut.inference.engine import Sampling
-from taut.inference.open import ModelUse, open_engine
+from taut.inference.factory import open_engine
+from taut.inference.settings import ModelUse, Sampling
 from taut.types import Prompt
 
 GREEDY = {"sampling.temperature": 0, "sampling.max_new_tokens": 12}
@@ -115,18 +116,21 @@ def test_what_cannot_be_exact_is_refused_or_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"urls": "http://h/v1"}, "urls=http://h/v1 would be ignored by engine=local"),
-        ({"engine": "server"}, "engine=server and urls is not set"),
+        ({"urls": "http://h/v1"}, ErrorCode("urls/engine")),
+        ({"engine": "server"}, ErrorCode("engine/urls")),
         (
             {"engine": "server", "urls": "u", "adapter": "a"},
-            "adapter=a would be ignored by engine=server",
+            ErrorCode("adapter/engine"),
         ),
-        ({"server.timeout": 5.0}, "settings of server would be ignored by engine=local"),
+        ({"server.timeout": 5.0}, ErrorCode("server/engine")),
         (
             {"engine": "server", "urls": "u", "local.sequences": 2},
-            "settings of local would be ignored by engine=server",
+            ErrorCode("local/engine"),
         ),
-        ({"engine": "server", "urls": "u", "dtype": "float32"}, "settings of dtype would be"),
+        (
+            {"engine": "server", "urls": "u", "dtype": "float32"},
+            ErrorCode("dtype/engine"),
+        ),
         ({"template": "missing.jinja"}, "template: cannot read missing.jinja: No such file"),
     ],
 )
@@ -135,7 +139,7 @@ def test_settings_that_would_be_ignored_are_refused(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         generate(model, prompts, tmp_path / "o.jsonl", **keys)
-    assert message in str(caught.value)
+    assert says(caught.value, message)
 
 
 def test_an_adapter_directory_as_the_model_says_what_to_write(

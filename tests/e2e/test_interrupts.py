@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import (
+from tests.helpers.chat_runs import (
     PLAIN,
     QUIET,
     chats,
@@ -22,8 +22,8 @@ from tests.chat_runs import (
     words_of,
     write_rows,
 )
-from tests.forked_processes import run
-from tests.slow_cases import slow_except
+from tests.helpers.forked_processes import run
+from tests.helpers.slow_cases import slow_except
 
 import taut
 from taut.errors import Interrupted
@@ -127,10 +127,10 @@ def test_the_open_step_is_abandoned_and_taken_again(
 
 
 AFTER = [
-    ("taut.evals.during._write", 2, 4),  # while out/best is written
+    ("taut.evals.training_evals._write", 2, 4),  # while out/best is written
     ("taut.run.save.score", 1, 6),  # the final export
-    ("taut.evals.during.prepare_microbatches", 2, 4),  # the evaluation after step 4
-    ("taut.evals.during.prepare_microbatches", 3, 6),  # the one at the end
+    ("taut.evals.training_evals.prepare_microbatches", 2, 4),  # the evaluation after step 4
+    ("taut.evals.training_evals.prepare_microbatches", 3, 6),  # the one at the end
     ("taut.evals.contract.answer", 1, 6),
 ]
 
@@ -241,7 +241,7 @@ def with_signal(at: str, which: signal.Signals, *words: str, ignored: str = "", 
     ("at", "which"),
     [
         ("taut.config:load", signal.SIGTERM),  # the command line is read
-        ("numpy:save", signal.SIGHUP),  # tokenised rows go to the cache
+        ("numpy:save", signal.SIGHUP),  # tokenized rows go to the cache
         ("taut.run.setup:join_models", signal.SIGUSR1),
         ("taut.commands.train:before_training", signal.SIGTERM),  # checks
         ("taut.commands.train:before_training", signal.SIGINT),

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.chat_runs import column, events
-from tests.kill_points import Operation, point
-from tests.killed_runs import kill, resume, shuffled_mixture, whole
-from tests.run_directories import Left, left, require_equal
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import column, events
+from tests.helpers.kill_points import Operation, point
+from tests.helpers.killed_runs import kill, resume, shuffled_mixture, whole
+from tests.helpers.run_directories import Left, left, require_equal
+from tests.helpers.slow_cases import slow_except
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"dtype": "float32", "eval.every": 2, "eval.best": "loss"},

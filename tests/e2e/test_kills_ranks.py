@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import column, events, largest_difference, weights
-from tests.kill_points import Operation, Point, point
-from tests.killed_runs import kill, resume, shuffled_mixture, whole
-from tests.online_runs import keys_of as online_keys
-from tests.run_directories import Left, left, require_equal
+from tests.helpers.chat_runs import column, events, largest_difference, weights
+from tests.helpers.kill_points import Operation, Point, point
+from tests.helpers.killed_runs import kill, resume, shuffled_mixture, whole
+from tests.helpers.online_runs import keys_of as online_keys
+from tests.helpers.run_directories import Left, left, require_equal
 
 from taut.run.fingerprint import TOLERANCE
 

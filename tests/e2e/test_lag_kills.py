@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import column, events, save_model
-from tests.kill_points import Point
-from tests.killed_runs import kill, resume
-from tests.online_runs import keys_of
-from tests.sampling_server import SamplingServer
+from tests.helpers.chat_runs import column, events, save_model
+from tests.helpers.kill_points import Point
+from tests.helpers.killed_runs import kill, resume
+from tests.helpers.online_runs import keys_of
+from tests.helpers.sampling_server import SamplingServer
 from transformers import AutoModelForCausalLM
 
 from taut.io import tables

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import PLAIN, QUIET, column, events, sft, words_of
 from tests.e2e.test_several_nodes import SECONDS, environment, require_equal
+from tests.helpers.chat_runs import PLAIN, QUIET, column, events, sft, words_of
 
 from taut.cli import main
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import PLAIN, column, events, largest_difference, sft, weights
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import PLAIN, column, events, largest_difference, sft, weights
+from tests.helpers.slow_cases import slow_except
 
 import taut
 from taut.cli import main
-from taut.commands.train import _stopped
 from taut.errors import OutOfMemory
-from taut.evals import during
+from taut.evals import training_evals
 from taut.inference.local import LocalEngine
-from taut.plan.ways import SETTINGS
+from taut.plan.memory_options import SETTINGS
+from taut.run.ending import end_stopped
 from taut.train import trainer as loop
 from taut.train.log import all_events
 from taut.train.trainer import Trainer
@@ -163,7 +163,7 @@ def test_another_budget_begins_afresh(go: Go, cut_run: Path, tmp_path: Path) -> 
 @pytest.fixture(autouse=True)
 def one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each setting takes a second to predict; tests/unit/plan has the others."""
-    monkeypatch.setattr("taut.plan.ways.SETTINGS", SETTINGS[3:4])
+    monkeypatch.setattr("taut.plan.memory_options.SETTINGS", SETTINGS[3:4])
 
 
 def test_without_halving_what_was_trained_is_saved_and_a_smaller_budget_goes_on(
@@ -224,14 +224,14 @@ def test_an_evaluation_without_memory_keeps_what_was_trained(
     whole = go("whole", **keys).out
     step = every or 4
     with monkeypatch.context() as planted:
-        prepare = during.prepare_microbatches
+        prepare = training_evals.prepare_microbatches
 
         def few(trainer: Trainer, *arguments: Any) -> Any:
             too_much = partial(torch.empty, 1 << 50)
             planted.setattr(type(trainer.scorer), "forward", lambda *_, **__: too_much())
             return prepare(trainer, *arguments)
 
-        planted.setattr(during, "prepare_microbatches", few)
+        planted.setattr(training_evals, "prepare_microbatches", few)
         with pytest.raises(
             taut.TautError, match=rf"^held-out loss after step {step}: out of memory"
         ) as e:
@@ -314,8 +314,10 @@ def test_with_several_ranks_the_newest_checkpoint_is_named_and_none_is_written(g
     )
     built: Any = SimpleNamespace(trainer=trainer)
     checkpoints: Any = SimpleNamespace(folder=folder)
-    error = _stopped(built, OutOfMemory("no room"), checkpoints)
+    error = end_stopped(built, OutOfMemory("no room"), checkpoints, str)
     assert str(error).startswith(f"no room; the newest checkpoint is {folder / 'step-000006'}; ")
     assert said[0]["outcome"] == "stopped"
     shutil.rmtree(folder)
-    assert "there is no checkpoint yet" in str(_stopped(built, OutOfMemory("no room"), checkpoints))
+    assert "there is no checkpoint yet" in str(
+        end_stopped(built, OutOfMemory("no room"), checkpoints, str)
+    )

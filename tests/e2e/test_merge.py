@@ -10,12 +10,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tests.chat_runs import largest_difference, save_model, sft, weights
+from tests.helpers.chat_runs import largest_difference, save_model, sft, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import taut
-from taut.commands.merge import Merge, merge, run
-from taut.commands.verify import Verify, verify
+from taut.commands.merge import merge, run
+from taut.commands.settings import Merge, Verify
+from taut.commands.verify import verify
 from taut.evals.contract import read_contract
 from taut.models.load import quiet_library
 
@@ -126,19 +127,19 @@ def test_a_directory_that_exists_is_refused(model: Path, adapter: Path, tmp_path
 
 
 @pytest.mark.parametrize("how", ["nf4", "int8"])
-def test_an_adapter_of_a_quantised_base_is_merged_into_what_it_was_trained_on(
+def test_an_adapter_of_a_quantized_base_is_merged_into_what_it_was_trained_on(
     how: str, train: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("bitsandbytes")
     base = save_model(tmp_path / "base", "llama")
     keys: dict[str, Any] = {"dtype": "float32", "steps": 2, "optim__learning_rate": 1e-2}
-    out = sft(base, train, tmp_path / "out", lora__rank=4, quantise=how, **keys).out
+    out = sft(base, train, tmp_path / "out", lora__rank=4, quantize=how, **keys).out
     record = json.loads((out / "adapter" / "taut_base.json").read_text())
-    assert record == {"model": str(base), "quantise": how}
+    assert record == {"model": str(base), "quantize": how}
     config = Merge(
         model=str(base), adapter=str(out / "adapter"), out=str(tmp_path / "merged"), device="cpu"
     )
     assert run(config) == 0
     said = capsys.readouterr().out
-    assert f"base    quantised as {how} in training, and so merged" in said
+    assert f"base    merged as quantized in training ({how})" in said
     assert largest_difference(weights(tmp_path / "merged"), weights(out / "model")) == 0

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tests.chat_runs import (
+from tests.helpers.chat_runs import (
     QUIET,
     column,
     decisions,
@@ -26,15 +26,25 @@ from tests.chat_runs import (
     weights,
     write_rows,
 )
-from tests.online_runs import METHODS_KEYS, OWN_CODE, TWICE, keys_of, questions, save_models, train
-from tests.run_directories import differences, left
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.online_runs import (
+    METHODS_KEYS,
+    OWN_CODE,
+    TWICE,
+    keys_of,
+    questions,
+    save_models,
+    train,
+)
+from tests.helpers.refusals import ErrorCode, refused
+from tests.helpers.run_directories import differences, left
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import taut
 from taut import cli
-from taut.data.render import Renderer
+from taut.data.render.render import Renderer
 from taut.errors import ConfigError, Interrupted
 from taut.models.scorer import Scorer
 from taut.rl.environments.tools import load_tool
@@ -54,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module", params=METHODS_KEYS)
+@pytest.fixture(scope="module", params=slow_except(["grpo"], METHODS_KEYS))
 def done(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Done:
@@ -246,9 +256,9 @@ def test_an_environment_of_one_s_own_rewards(model: Path, tmp_path: Path) -> Non
     assert f"{rollout['prefix_gib']:.3g} GiB hold all; raise rollout.local" in warning["detail"]
 
 
-def test_turns_are_charged_and_several_rewards_are_normalised(model: Path, tmp_path: Path) -> None:
+def test_turns_are_charged_and_several_rewards_are_normalized(model: Path, tmp_path: Path) -> None:
     """Twice rewards the second turn alone, so nothing is left for the whole path: both turns have the same advantage,
-    and with a discount of 0 the first turn has none. gdpo normalises the environment's two rewards.
+    and with a discount of 0 the first turn has none. gdpo normalizes the environment's two rewards.
     """
     (tmp_path / "twice.py").write_text(TWICE)
     environment = {"rollout__environment__name": f"{tmp_path / 'twice.py'}:Twice"}
@@ -268,9 +278,8 @@ def test_turns_are_charged_and_several_rewards_are_normalised(model: Path, tmp_p
         first, second = shown["advantage"][0], shown["advantage"][-1]
         assert (first == second, first == 0.0) == (sizes == (1, 1), sizes == (0, 1))
     keys = keys_of("grpo", model, tmp_path / "no", grpo__advantage_level="turn", steps=1)
-    with pytest.raises(
-        ConfigError, match=r"advantage_level=turn .* rollout.environment.name is not"
-    ):
+    code = "grpo.advantage_level/rollout.environment.name/rewards/rollout.replay_from"
+    with refused(ErrorCode(code)):
         train(keys)
     assert not Path(keys["out"]).exists()
 
@@ -279,7 +288,7 @@ def test_an_advantage_and_a_loss_of_ones_own(model: Path, tmp_path: Path) -> Non
     """They are those of taut: so are the weights. Their file is a part of the run: with another a resume is refused."""
     own = tmp_path / "own.py"
     own.write_text(OWN_CODE)
-    named = {"grpo__advantage": f"{own}:centred", "grpo__loss": f"{own}:Own"}
+    named = {"grpo__advantage": f"{own}:centered", "grpo__loss": f"{own}:Own"}
     kept = {"checkpoint__every": 1, "checkpoint__keep": 9}
     keys = keys_of("grpo", model, tmp_path / "own", steps=2, **named, **kept)
     train(keys)
@@ -304,7 +313,7 @@ def test_a_process_model_that_was_trained_here_charges_the_steps_of_answers(
     model: Path, tmp_path: Path
 ) -> None:
     """Words are the steps. What they are charged adds up to the reward, and a step's tokens have one advantage."""
-    labelled = [
+    labeled = [
         {
             "prompt": [{"role": "user", "content": "What is 2 and 3?"}],
             "completions": ["It", "is", f"{number}"],
@@ -314,7 +323,7 @@ def test_a_process_model_that_was_trained_here_charges_the_steps_of_answers(
     ]
     keys = {
         **QUIET,
-        "data.train": str(write_rows(tmp_path / "steps.jsonl", labelled)),
+        "data.train": str(write_rows(tmp_path / "steps.jsonl", labeled)),
         "data.step_separator": " ",
         "reward.loss": "process",
         "steps": 2,
@@ -345,9 +354,7 @@ def test_a_process_model_that_was_trained_here_charges_the_steps_of_answers(
                 assert all(len(set(part)) == 1 for part in advantages)
     for method, own in (("grpo", {}), ("online_dpo", {})):
         keys = keys_of(method, model, tmp_path / "no", **more, **own)
-        with pytest.raises(
-            ConfigError, match=r"steps.charge=true, and taut .* charges whole answers"
-        ):
+        with refused(ErrorCode("rewards/method/rollout.replay_from")):
             train(keys)
         assert not Path(keys["out"]).exists()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import column, events, largest_difference, weights
-from tests.online_runs import keys_of, save_models, train
+from tests.helpers.chat_runs import column, events, largest_difference, weights
+from tests.helpers.online_runs import keys_of, save_models, train
 
 import taut
+from taut.cli import main
 from taut.errors import CheckFailed, ConfigError, UserCodeError
 from taut.inference.local import LocalEngine
 
@@ -247,3 +249,50 @@ def test_a_reward_that_an_advantage_cannot_be_taken_of_loses_no_step(
     keys |= {"grpo.advantage": "maxrl", "rewards": [{**spec, "options": {"bad": asked[1]}}]}
     with pytest.raises(ConfigError, match=r"a reward of -1 .*the state after step 1 is in"):
         train(keys)
+
+
+@pytest.mark.parametrize("method", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+def test_a_run_whose_rewards_never_differ_has_learned_nothing_and_says_why(
+    method: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its model is saved, its exit code is 1 unless a key says otherwise, and a resume goes on."""
+    keys = keys_of(method, model, tmp_path, rewards="exact_match", steps=2, checkpoint__every=1)
+    result, out = train(keys), Path(keys["out"])
+    (end,) = events(out, "end")
+    assert end["outcome"] == "learned_nothing" and result.model.is_dir()
+    why = end["learned_nothing"]
+    assert "in no rollout did the rewards of answers differ" in why
+    assert "rewards of different answers are the same" in why
+    assert result.learned_nothing == why and why in str(result.failure) and not result.warning
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "learned_nothing  2/2" in capsys.readouterr().out
+    assert main(["resume", str(out)]) == 1
+    assert f"taut: error: {why}"[:200] in capsys.readouterr().err
+    assert main(["resume", str(out), "loss_monitor.nothing_learned=warn"]) == 0
+    assert f"taut: warning: {why}"[:200] in capsys.readouterr().err
+    assert main(["resume", str(out), "steps=3"]) == 1
+    assert [(e["outcome"], e["step"]) for e in events(out, "end")] == [
+        ("learned_nothing", 2),
+        ("learned_nothing", 3),
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_whose_environment_always_fails_has_learned_nothing(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.py").write_text(STEP.replace('self.row["id"] in ("q0", "q3")', "True"))
+    lax = {"rollout_monitor__max_errors": 1.0, "rollout_monitor__max_unrewarded": 9}
+    name = {"rollout__environment__name": f"{tmp_path / 'bad.py'}:Bad"}
+    keys = keys_of("grpo", model, tmp_path, rewards=None, steps=2, **name, **lax)
+    result = train(keys)
+    assert result.learned_nothing is not None and result.model.is_dir()
+    assert re.search(r"an environment or a reward fails, 2\d of 32", result.learned_nothing)
+    assert "raised RuntimeError: the board is gone" in result.learned_nothing
+
+
+def test_a_run_that_has_learned_ends_as_ever(model: Path, tmp_path: Path) -> None:
+    keys = keys_of("grpo", model, tmp_path, steps=1)
+    result = train(keys)
+    assert (result.learned_nothing, result.failure, result.warning) == (None, None, None)
+    assert [end["outcome"] for end in events(Path(keys["out"]), "end")] == ["finished"]

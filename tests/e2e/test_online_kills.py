@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.chat_runs import events
-from tests.kill_points import Operation, Point
-from tests.killed_runs import kill, resume, whole
-from tests.online_runs import keys_of, save_models
-from tests.run_directories import Left, left, require_equal
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import events
+from tests.helpers.kill_points import Operation, Point
+from tests.helpers.killed_runs import kill, resume, whole
+from tests.helpers.online_runs import keys_of, save_models
+from tests.helpers.run_directories import Left, left, require_equal
+from tests.helpers.slow_cases import slow_except
 
 COMMON = {"dtype": "float32", "checkpoint__background": False, "log__tokens__every": 2}
 KINDS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""What has no meaning for a run that generates is refused before anything is written, each with its sentence."""
+"""What has no meaning for a run that generates is refused before anything is written."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import events, write_rows
-from tests.online_runs import keys_of, make, questions, save_models, train
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import events, write_rows
+from tests.helpers.online_runs import keys_of, make, questions, save_models, train
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, ModelError, TautError
@@ -17,29 +17,29 @@ from taut.methods import METHODS
 
 AT_SERVER = {"rollout.engine": "server", "rollout.urls": "http://127.0.0.1:1/v1"}
 KEYS: list[tuple[str, dict[str, Any], str]] = [
-    ("grpo", {"rewards": None}, r"rewards is not set, and taut grpo learns from"),
-    ("grpo", {"eval.every": 2}, r"eval\.every=2 .* set eval\.answers\.every"),
-    ("gkd", {"eval.answers.every": 2}, r"eval\.answers without eval\.answers\.rewards"),
+    ("grpo", {"rewards": None}, "rewards/rollout.environment.name/rollout.replay_from"),
+    ("grpo", {"eval.every": 2}, "eval.every"),
+    ("gkd", {"eval.answers.every": 2}, "eval.answers.every/eval.answers.rewards"),
     (
         "grpo",
         {"eval.answers.every": 2, "rollout.environment.name": "own.py:Own"},
-        r"eval\.answers without eval\.answers\.rewards",
+        "eval.answers.every/eval.answers.rewards",
     ),
-    ("grpo", {"rollout.n": 1}, r"rollout\.n=1 with grpo\.advantage=group"),
+    ("grpo", {"rollout.n": 1}, "rollout.n/grpo.advantage"),
     (
         "ppo",
         {"rollout.n": 1, "rollout.dynamic_sampling_rounds": 1},
-        r"rollout\.dynamic_sampling_rounds=1 with rollout\.n=1",
+        "rollout.dynamic_sampling_rounds/rollout.n",
     ),
-    ("online_dpo", {"rollout.n": 1}, r"rollout\.n"),
-    ("grpo", {"rollout.temperature": 0}, r"rollout\.temperature"),
-    ("grpo", {"rollout.top_p": 0.9}, r"rollout\.top_p"),
-    ("grpo", {"rollout.urls": "http://127.0.0.1:1/v1"}, r"rollout\.engine=local and rollout\.urls"),
-    ("grpo", {"rollout.engine": "server"}, r"rollout\.engine=server and rollout\.urls=None"),
+    ("online_dpo", {"rollout.n": 1}, "invalid-value"),
+    ("grpo", {"rollout.temperature": 0}, "invalid-value"),
+    ("grpo", {"rollout.top_p": 0.9}, "unknown-key"),
+    ("grpo", {"rollout.urls": "http://127.0.0.1:1/v1"}, "rollout.urls/rollout.engine"),
+    ("grpo", {"rollout.engine": "server"}, "rollout.engine/rollout.urls"),
     (
         "grpo",
         {"rollout.server.timeout": 5.0},
-        r"rollout\.server is set with rollout\.engine=local",
+        "rollout.server/rollout.engine",
     ),
     (
         "grpo",
@@ -48,7 +48,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
             "rollout.urls": "http://127.0.0.1:1/v1",
             "rollout.local.sequences": 2,
         },
-        r"rollout\.local is set with rollout\.engine=server",
+        "rollout.local/rollout.engine",
     ),
     (
         "grpo",
@@ -57,22 +57,22 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
             "rollout.urls": "http://127.0.0.1:1/v1",
             "rollout.dtype": "bfloat16",
         },
-        r"rollout\.dtype=bfloat16 with rollout\.engine=server",
+        "rollout.dtype/rollout.engine",
     ),
     (
         "online_dpo",
         {"dtype": "float32", "rollout.dtype": "bfloat16"},
-        r"rollout\.dtype=bfloat16: taut online-dpo cannot correct",
+        "rollout.dtype/method",
     ),
     (
         "grpo",
         {"dtype": "bfloat16", "rollout.dtype": "bfloat16"},
-        r"rollout\.dtype=bfloat16 with dtype=bfloat16; expected dtype=float32",
+        "rollout.dtype/dtype",
     ),
     (
         "grpo",
         {"dtype": None, "rollout.dtype": "bfloat16"},
-        r"rollout\.dtype=bfloat16 with dtype=chosen by the hardware; expected dtype=float32",
+        "rollout.dtype/dtype",
     ),
     *(
         (
@@ -82,59 +82,59 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
                 "rollout.dtype": "bfloat16",
                 f"{method}.rollout_correction": "none",
             },
-            rf"rollout\.dtype=bfloat16 with {method}\.rollout_correction=none: rollouts would be",
+            f"rollout.dtype/{method}.rollout_correction",
         )
         for method in ("grpo", "ppo")
     ),
-    ("gkd", {"grading.workers": 2}, r"grading is set, and taut gkd has no rewards"),
+    ("gkd", {"grading.workers": 2}, "grading"),
     (
         "grpo",
         {"rollout.lag": 1},
-        r"rollout\.lag=1 with rollout\.engine=local",
+        "rollout.lag/rollout.engine",
     ),
-    ("grpo", {"rollout.oversample": 2}, r"rollout\.oversample=2 with rollout\.engine=local"),
+    ("grpo", {"rollout.oversample": 2}, "rollout.oversample/rollout.engine"),
     (
         "grpo",
         {**AT_SERVER, "rollout.server.sync.sleep": True, "rollout.lag": 1},
-        r"rollout\.lag=1 with rollout\.server\.sync\.sleep=true",
+        "rollout.lag/rollout.server.sync.sleep",
     ),
     (
         "grpo",
         {**AT_SERVER, "rollout.oversample": 2, "rollout.lag": 1},
-        r"rollout\.oversample=2 with rollout\.lag=1",
+        "rollout.oversample/rollout.lag",
     ),
     (
         "grpo",
         {"rollout.difficulty_filter": 0.5, "rollout.n": 1},
-        r"rollout\.difficulty_filter=0\.5 with rollout\.n=1",
+        "rollout.difficulty_filter/rollout.n",
     ),
     (
         "gkd",
         {"rollout.difficulty_filter": 0.5},
-        r"rollout\.difficulty_filter=0\.5: taut gkd has no rewards",
+        "rollout.difficulty_filter",
     ),
     (
         "grpo",
         {**AT_SERVER, "rollout.lag": 3, "rollout.minibatches": 2},
-        r"rollout\.lag=3 .* 0, 2, 4, \.\.\. updates old; expected a multiple of 2; set rollout\.lag=4",
+        "rollout.lag/rollout.minibatches/rollout.epochs",
     ),
     *(
         (
             method,
             {**AT_SERVER, "rollout.lag": 2, f"{method}.rollout_correction": "none"},
-            rf"rollout\.lag=2 with {method}\.rollout_correction=none",
+            f"rollout.lag/{method}.rollout_correction",
         )
         for method in ("grpo", "ppo")
     ),
     (
         "grpo",
         {"rollout.max_staleness": 2},
-        r"rollout\.max_staleness=2 without rollout\.replay_groups",
+        "rollout.max_staleness/rollout.replay_groups",
     ),
     (
         "grpo",
         {"rollout.epochs": 3, "rollout.max_staleness": 1, "rollout.replay_groups": 1},
-        r"rollout\.max_staleness=1 .* its last is 2 behind",
+        "rollout.max_staleness/rollout.lag/rollout.minibatches/rollout.epochs",
     ),
     (
         "grpo",
@@ -145,48 +145,48 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
             "rollout.minibatches": 2,
             "rollout.max_staleness": 2,
         },
-        r"generated up to 2 before: its last is 3 behind",
+        "rollout.max_staleness/rollout.lag/rollout.minibatches/rollout.epochs",
     ),
-    ("grpo", {"shaping.soft_overlong": 9}, r"shaping\.soft_overlong=9 is longer than .*, 8"),
-    ("ppo", {"reference.file": "a"}, r"reference\.file=a cannot hold"),
-    ("online_dpo", {"reference.file": "a"}, r"reference\.file=a cannot hold"),
-    ("grpo", {"reference.model": "m"}, r"settings of reference with grpo\.kl_coef=0"),
+    ("grpo", {"shaping.soft_overlong": 9}, "shaping.soft_overlong/rollout.max_new_tokens"),
+    ("ppo", {"reference.file": "a"}, "reference.file"),
+    ("online_dpo", {"reference.file": "a"}, "reference.file"),
+    ("grpo", {"reference.model": "m"}, "reference/grpo.kl_coef/grpo.loss"),
     (
         "online_dpo",
         {"reference.model": "m", "dpo.reference_free": True},
-        r"settings of reference with dpo\.reference_free=true",
+        "reference/dpo.reference_free",
     ),
     (
         "best_of_n",
         {"rollout_monitor.max_without_signal": 3},
-        r"rollout_monitor\.max_without_signal=3 watches policy gradients",
+        "rollout_monitor.max_without_signal/method",
     ),
     (
         "best_of_n",
         {"rollout_monitor.warn_entropy": 0.5},
-        r"rollout_monitor\.warn_entropy=0\.5 watches policy",
+        "rollout_monitor.warn_entropy/method",
     ),
     (
         "grpo",
         {"rollout_monitor.warn_values": 2.0},
-        r"rollout_monitor\.warn_values=2 watches a critic, and taut grpo",
+        "rollout_monitor.warn_values/method",
     ),
     (
         "online_dpo",
         {"rollout_monitor.max_logprob_difference": 0.1},
-        r"rollout_monitor\.max_logprob_difference=0\.1 watches policy",
+        "rollout_monitor.max_logprob_difference/method",
     ),
     (
         "grpo",
         {"grpo.advantage": "maxrl", "shaping.missing_eos_penalty": 0.5},
-        r"maxrl divides .* shaping\.missing_eos_penalty may take that below 0",
+        "shaping.missing_eos_penalty/grpo.advantage",
     ),
-    ("grpo", {"grpo.pass_k": 5, "grpo.advantage": "pass_at_k"}, r"grpo\.pass_k=5 and rollout\.n=4"),
-    ("grpo", {"grpo.pass_k": 2}, r"found grpo\.pass_k=2, which nothing reads"),
+    ("grpo", {"grpo.pass_k": 5, "grpo.advantage": "pass_at_k"}, "grpo.pass_k/rollout.n"),
+    ("grpo", {"grpo.pass_k": 2}, "grpo.pass_k/grpo.advantage"),
     (
         "grpo",
         {"grpo.old_logprobs": "engine"},
-        r"old_logprobs=engine takes .*max_logprob_difference=0\.5 lets them differ by more than 0\.1",
+        "grpo.old_logprobs/rollout_monitor.max_logprob_difference",
     ),
     (
         "ppo",
@@ -195,19 +195,19 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
             "rollout_monitor.max_logprob_difference": 0.05,
             "rollout.replay_groups": 2,
         },
-        r"ppo\.old_logprobs=engine with rollout\.replay_groups=2: .* other weights",
+        "ppo.old_logprobs/rollout.replay_groups",
     ),
-    ("ppo", {"ppo.loss": "own.py:Own"}, r"ppo\.loss=own\.py:Own, and .* no term for the critic"),
-    ("grpo", {"grpo.loss": "own.py"}, r"found grpo\.loss=.own\.py. .*'clip'.* or FILE\.py:name"),
+    ("ppo", {"ppo.loss": "own.py:Own"}, "ppo.loss"),
+    ("grpo", {"grpo.loss": "own.py"}, "invalid-value"),
     (
         "grpo",
         {"grpo.loss": "own.py:Own", "grpo.clip_low": 0.1},
-        r"found grpo\.clip_low=0\.1, which nothing reads; expected a loss of taut's",
+        "grpo.clip_low/grpo.loss",
     ),
     (
         "grpo",
         {"grpo.advantage": "gdpo", "shaping.clip": 1.0},
-        r"gdpo normalises each reward by itself, and shaping\.clip shapes their sum",
+        "shaping.clip/grpo.advantage",
     ),
     (
         "grpo",
@@ -216,69 +216,85 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
             "rollout.environment.name": "tools",
             "rollout.environment.tools": ["calculator"],
         },
-        r"advantage_level=turn charges .*, and tools gives no rewards",
+        "grpo.advantage_level/rollout.environment.name/rewards/rollout.replay_from",
     ),
-    ("grpo", {"grpo.kl_in": "reward"}, r"found grpo\.kl_in=reward, which nothing reads"),
+    ("grpo", {"grpo.kl_in": "reward"}, "grpo.kl_in/grpo.kl_coef"),
     (
         "ppo",
         {"ppo.kl_target": 0.1, "ppo.kl_coef": 0.1},
-        r"found ppo\.kl_target=0\.1, which nothing",
+        "ppo.kl_target/ppo.kl_in",
     ),
-    ("grpo", {"grpo.dual_clip": 1.1}, r"grpo: found dual_clip=1\.1 with clip_high=0\.28"),
-    ("grpo", {"grpo.loss": "reinforce", "grpo.clip_low": 0.1}, r"found grpo\.clip_low=0\.1"),
+    ("grpo", {"grpo.dual_clip": 1.1}, "grpo.dual_clip/grpo.clip_high"),
+    ("grpo", {"grpo.loss": "reinforce", "grpo.clip_low": 0.1}, "grpo.clip_low/grpo.loss"),
     (
         "ppo",
         {"ppo.bootstrap_truncated": True, "shaping.missing_eos_penalty": 0.5},
-        r"ppo\.bootstrap_truncated=true replaces .* shaping\.missing_eos_penalty=0\.5 is meant for cut answers",
+        "ppo.bootstrap_truncated/shaping.missing_eos_penalty",
     ),
     (
         "ppo",
         {"ppo.bootstrap_truncated": True, "shaping.soft_overlong": 4},
-        r"ppo\.bootstrap_truncated=true replaces .* shaping\.soft_overlong=4 is meant for cut answers",
+        "ppo.bootstrap_truncated/shaping.soft_overlong",
     ),
     (
         "ppo",
         {"ppo.bootstrap_truncated": True, "rewards": ["exact_match", "stop"]},
-        r"ppo\.bootstrap_truncated=true replaces .* the reward stop is meant for cut answers",
+        "ppo.bootstrap_truncated/rewards",
     ),
     (
         "ppo",
         {"ppo.bootstrap_truncated": True, "shaping.overlong": "drop"},
-        r"ppo\.bootstrap_truncated=true with shaping\.overlong=drop, which leaves cut answers out",
+        "ppo.bootstrap_truncated/shaping.overlong",
     ),
-    ("grpo", {"grpo.bootstrap_truncated": True}, r"bootstrap_truncated"),
-    ("ppo", {"critic.model": "m", "critic.kind": "shared"}, r"critic\.model"),
-    ("grpo", {"critic.kind": "own"}, r"critic"),
-    ("best_of_n", {"best_of_n.keep": 4}, r"best_of_n\.keep=4 and rollout\.n=3"),
-    ("gkd", {"rewards": "numeric"}, r"rewards is set, and taut gkd learns from its teacher"),
+    ("grpo", {"grpo.bootstrap_truncated": True}, "unknown-key"),
+    ("ppo", {"critic.model": "m", "critic.kind": "shared"}, "critic.model/critic.kind"),
+    ("grpo", {"critic.kind": "own"}, "unknown-key"),
+    ("best_of_n", {"best_of_n.keep": 4}, "best_of_n.keep/rollout.n"),
+    ("gkd", {"rewards": "numeric"}, "rewards"),
     (
         "gkd",
         {"rollout.dynamic_sampling_rounds": 1},
-        r"rollout\.dynamic_sampling_rounds=1 chooses completions by their rewards",
+        "rollout.dynamic_sampling_rounds",
     ),
     (
         "gkd",
         {"rollout.replay_groups": 1},
-        r"rollout\.replay_groups=1 chooses completions by their rewards",
+        "rollout.replay_groups",
     ),
-    ("gkd", {"distill.teacher": None}, r"distill\.teacher"),
+    (
+        "gkd",
+        {"distill.teacher": None},
+        "distill.teacher/distill.url/distill.teachers/distill.privileged",
+    ),
     (
         "gkd",
         {"distill.teacher": None, "distill.top_logprobs": "a", "distill.divergence": "forward"},
-        r"distill\.top_logprobs=a: a file knows nothing of completions",
+        "distill.top_logprobs",
     ),
-    ("gkd", {"distill.tail": "bucket"}, r"distill\.tail=bucket has no effect without distill\.url"),
+    (
+        "gkd",
+        {"distill.tail": "bucket"},
+        "distill.tail/distill.top_logprobs",
+    ),
     (
         "gkd",
         {"distill.top": 5},
-        r"distill\.top is set without distill\.url, teachers or privileged",
+        "distill.top/distill.url/distill.teachers/distill.privileged",
     ),
-    ("gkd", {"distill.column": "a"}, r"distill\.column is set without distill\.teachers"),
-    ("gkd", {"distill.weights": "now"}, r"distill\.weights is set without distill\.privileged"),
+    (
+        "gkd",
+        {"distill.column": "a"},
+        "distill.column/distill.teachers",
+    ),
+    (
+        "gkd",
+        {"distill.weights": "now"},
+        "distill.weights/distill.privileged",
+    ),
     (
         "gkd",
         {"distill.teacher": None, "distill.teachers": {"a": {}}},
-        r"distill\.teachers\.a has no teacher and url",
+        "distill.teachers.*.teacher/distill.teachers.*.url",
     ),
     (
         "gkd",
@@ -287,7 +303,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
             "distill.privileged": "answer",
             "distill.privileged_template": "{prompt}",
         },
-        r"distill\.privileged_template=.* expected a text with \{prompt\} and \{privileged\}",
+        "distill.privileged_template",
     ),
     (
         "gkd",
@@ -297,7 +313,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
             "distill.weights": "now",
             "distill.update_every": 1,
         },
-        r"distill\.update_every=1 with distill\.weights=now",
+        "distill.update_every/distill.weights",
     ),
     (
         "gkd",
@@ -307,51 +323,65 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
             "rollout.environment.name": "tools",
             "rollout.environment.tools": ["python"],
         },
-        r"distill\.privileged with rollout\.environment",
+        "distill.privileged/rollout.environment.name",
     ),
-    ("grpo", {"distill.coef": 2.0}, r"distill\.coef=2 is set without a teacher"),
+    ("grpo", {"distill.coef": 2.0}, "distill.coef/distill.teacher"),
     (
         "grpo",
         {"distill.url": "http://a/v1", "rollout.temperature": 0.5},
-        r"distill\.url with rollout\.temperature=0\.5: a server's logprobs",
+        "distill.url/rollout.temperature",
     ),
     (
         "grpo",
         {"rewards": None, "distill.url": "http://a/v1", "rollout.replay_groups": 2},
-        r"rollout\.replay_groups=2 chooses completions by their rewards",
+        "rollout.replay_groups/rewards",
     ),
-    ("gkd", {"distill.url": "http://a/v1"}, r"distill\.teacher and distill\.url are both set"),
+    ("gkd", {"distill.url": "http://a/v1"}, "distill.teacher/distill.url"),
     (
         "gkd",
         {"distill.teacher": None, "distill.url": "http://a/v1", "distill.temperature": 2.0},
-        r"distill\.temperature=2 with distill\.tail=bucket",
+        "distill.temperature/distill.tail",
     ),
-    ("gkd", {"distill.sft_weight": 1.0}, r"distill\.sft_weight=1 weighs the data's own answers"),
+    ("gkd", {"distill.sft_weight": 1.0}, "distill.sft_weight"),
     (
         "best_of_n",
         {"rollout.dynamic_sampling_rounds": 1, "best_of_n.overlong": "keep"},
-        r"rollout\.dynamic_sampling_rounds=1 .* best_of_n\.min_reward",
+        "rollout.dynamic_sampling_rounds/best_of_n.min_reward/best_of_n.overlong",
     ),
     (
         "grpo",
         {"grpo.rollout_correction_cap": 7.0},
-        r"found grpo\.rollout_correction_cap=7, which nothing reads: with the engine in this process",
+        "grpo.rollout_correction_cap/grpo.rollout_correction",
     ),
-    ("online_dpo", {"lora.rank": 2, "lora.dropout": 0.1}, r"lora\.dropout=0\.1 in a run of taut"),
-    ("grpo", {"rollout.environment.tools": ["calculator"]}, r"rollout\.environment\.tools"),
-    ("grpo", {"rollout.environment.name": "tools"}, r"environment\.tools is empty"),
+    ("online_dpo", {"lora.rank": 2, "lora.dropout": 0.1}, "lora.dropout/method"),
+    (
+        "grpo",
+        {"rollout.environment.tools": ["calculator"]},
+        "rollout.environment.tools/rollout.environment.name/rollout.environment.by_row",
+    ),
+    (
+        "grpo",
+        {"rollout.environment.name": "tools"},
+        "rollout.environment.name/rollout.environment.tools",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("method", "given", "told"), KEYS)
+@pytest.mark.parametrize(("method", "given", "code"), KEYS)
 def test_keys_that_contradict_each_other(
-    method: str, given: dict[str, Any], told: str, tmp_path: Path
+    method: str, given: dict[str, Any], code: str, tmp_path: Path
 ) -> None:
     keys = keys_of(method, tmp_path / "model", tmp_path) | given
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError) as refused:
         from_mapping(
             METHODS[method], {key: value for key, value in keys.items() if value is not None}
         )
+    assert refused.value.code == code
+    said = str(refused.value)
+    named = code.split("/") if "." in code else [key.rpartition(".")[2] for key in given]
+    assert any(key.replace("*", "a") in said for key in named)
+    ways = ("set ", "leave ", "lower ", "raise ", "correct ", "expected ")
+    assert code == "unknown-key" or any(way in said for way in ways)
 
 
 @pytest.fixture(scope="module")
@@ -383,7 +413,7 @@ FULL = {"prompt": "#" * 256, "answer": "1", "id": "l"}
             r"grpo\.advantage=no\.py:f: there is no file no\.py",
         ),
         (None, {"rewards": "exact"}, "exact_match"),
-        (None, {"eval__answers__every": 1}, "there is nothing to ask"),
+        (None, {"eval__answers__every": 1}, "is set without data to ask"),
         (None, {"rollout__reference": "solution"}, "no column 'solution'"),
         (
             None,

@@ -12,10 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import column, decisions, events, largest_difference, save_model, weights
-from tests.judged_runs import keys_of, make, train
-from tests.run_directories import is_same, read_checkpoint
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import (
+    column,
+    decisions,
+    events,
+    largest_difference,
+    save_model,
+    weights,
+)
+from tests.helpers.judged_runs import keys_of, make, train
+from tests.helpers.run_directories import is_same, read_checkpoint
+from tests.helpers.slow_cases import slow_except
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -23,9 +30,9 @@ from transformers import (
 )
 
 import taut
-from taut.commands import train as lifecycle
 from taut.data.packing import PackPolicy
 from taut.methods.reference import Start
+from taut.run import lifecycle
 from taut.train.trainer import add_gradients
 
 AUTO: dict[str, Any] = {
@@ -159,7 +166,7 @@ def test_a_reference_taken_from_the_trained_weights_is_seen(
     keys, whole = wholes["full"], Path(wholes["full"]["out"])
     parts = {**keys, "out": str(tmp_path / "parts")}
     train({**parts, "steps": 3})
-    real = lifecycle._begin
+    real = lifecycle.begin
 
     def begin(built: Any, *rest: Any) -> None:
         real(built, *rest)
@@ -168,7 +175,7 @@ def test_a_reference_taken_from_the_trained_weights_is_seen(
         for number, parameter in enumerate(start._trained):
             start.get_buffer(f"tensor_{number}").copy_(parameter.detach())
 
-    monkeypatch.setattr(lifecycle, "_begin", begin)
+    monkeypatch.setattr(lifecycle, "begin", begin)
     out = train({**parts, "resume": True}).out
     assert column(out, "loss")[:3] == column(whole, "loss")[:3]
     assert column(out, "loss")[3] != column(whole, "loss")[3]

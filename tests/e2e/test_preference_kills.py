@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import events
-from tests.judged_runs import keys_of
-from tests.kill_points import Operation, point
-from tests.killed_runs import kill, resume, whole
-from tests.run_directories import Left, left, require_equal
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import events
+from tests.helpers.judged_runs import keys_of
+from tests.helpers.kill_points import Operation, point
+from tests.helpers.killed_runs import kill, resume, whole
+from tests.helpers.run_directories import Left, left, require_equal
+from tests.helpers.slow_cases import slow_except
 
 STEPS = {
     "steps": 5,

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import QUIET, column, events, save_model, words_of
-from tests.forked_processes import run
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import QUIET, column, events, save_model, words_of
+from tests.helpers.forked_processes import run
+from tests.helpers.slow_cases import slow_except
 
 PROGRAM = """\
 import os, sys

@@ -14,13 +14,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from tests.chat_runs import decisions, events
-from tests.online_runs import LENGTH, TWICE, keys_of, make, save_models, train
-from tests.run_directories import differences, left
+from tests.helpers.chat_runs import decisions, events
+from tests.helpers.online_runs import LENGTH, TWICE, keys_of, make, save_models, train
+from tests.helpers.run_directories import differences, left
 
+from taut.data.order import Order
 from taut.errors import ConfigError, DataError
 from taut.io.tables import read_tables
-from taut.rl.rollout import RolloutWorker
+from taut.rl.rollout import RolloutRequest
+from taut.rl.worker import RolloutWorker
 
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {
@@ -77,6 +79,11 @@ def again(keys: dict[str, Any], out: Path, **more: Any) -> dict[str, Any]:
     return {**keys, "out": str(out), "rollout.replay_from": keys["out"], **more}
 
 
+def asked(number: int) -> RolloutRequest:
+    """A rollout, with whichever prompts."""
+    return RolloutRequest(number, Order((), (), 3, 2))
+
+
 def refuse_to_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on no source of rollouts with an engine can be made, and no rewards opened."""
 
@@ -84,7 +91,7 @@ def refuse_to_sample(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("something would be generated")
 
     monkeypatch.setattr(RolloutWorker, "__init__", refuse)
-    monkeypatch.setattr("taut.methods.online.open_panel", refuse)
+    monkeypatch.setattr("taut.rewards.reward_set.open_rewards", refuse)
 
 
 def test_a_run_has_the_recorded_one_s_numbers_to_the_bit(
@@ -229,7 +236,7 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "another rollout": (
         lambda _: None,
         {"batch.samples_per_step": 3},
-        "makes rollouts of 6 prompts, and those of .* are of 4; expected the same",
+        "makes rollouts of 6 prompts, and .* has 4; set",
     ),
     "another temperature": (
         lambda _: None,
@@ -241,7 +248,11 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
         {},
         "has completions without rewards",
     ),
-    "itself": (lambda _: None, {"out": "recorded"}, "is the out of this run"),
+    "itself": (
+        lambda _: None,
+        {"out": "recorded"},
+        "rollout.replay_from=.* with out=.*: this run has yet to record",
+    ),
 }
 
 
@@ -272,13 +283,13 @@ def test_rollouts_that_go_or_do_not_fit_stop_the_run_where_it_is(
     out = edited(lambda _: None, place, tmp_path)
     built, _ = make(again(recorded("grpo", place) | {"out": out}, tmp_path / "out"))
     worker = built.trainer.source.worker  # type: ignore[attr-defined]  # it is Online
-    assert worker.engine is None and len(worker.roll(1, []).all_groups) >= 4
+    assert worker.engine is None and len(worker.take(asked(1)).all_groups) >= 4
     with pytest.raises(
         DataError, match=r"rollout of step 1 in .*tokens, and a sample of this run may have 9"
     ):
-        replace(worker, longest=9).roll(0, [])
+        replace(worker, longest=9).take(asked(0))
     with pytest.raises(DataError, match=r"has token \d+, and the model has 5 rows"):
-        replace(worker, num_rows=5).roll(0, [])
+        replace(worker, num_rows=5).take(asked(0))
     logp = "logp_N"
     table_of(
         Path(out),
@@ -291,7 +302,7 @@ def test_rollouts_that_go_or_do_not_fit_stop_the_run_where_it_is(
     with pytest.raises(
         DataError, match=r"sampled, with 1 logprobs and .* versions; expected one of each"
     ):
-        worker.roll(0, [])
+        worker.take(asked(0))
     shutil.rmtree(f"{out}/rollouts")
     with pytest.raises(DataError, match="there is no such rollout any more"):
-        worker.roll(0, [])
+        worker.take(asked(0))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import (
+from tests.helpers.chat_runs import (
     PLAIN,
     QUIET,
     chats,
@@ -26,12 +26,12 @@ from tests.chat_runs import (
     words_of,
     write_rows,
 )
-from tests.forked_processes import start
-from tests.slow_cases import slow_except
+from tests.helpers.forked_processes import start
+from tests.helpers.slow_cases import slow_except
 
 import taut
 from taut.cli import main
-from taut.models import products
+from taut.models.cpu import cpu_matmul
 from taut.models.load import load_tokenizer
 from taut.run.fingerprint import TOLERANCE
 from taut.train import trainer as loop
@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "full in bfloat16": {"dtype": "bfloat16"},
     "lora with noise": {"lora__rank": 4, "lora__dropout": 0.2, "noise__neftune_alpha": 5.0},
-    "lora on nf4": {"lora__rank": 4, "quantise": "nf4", "dtype": "float32"},
+    "lora on nf4": {"lora__rank": 4, "quantize": "nf4", "dtype": "float32"},
     "pissa": {"lora__rank": 4, "lora__init": "pissa", "lora__init_iterations": 2},
     "lora by rows": {"lora__rank": 4, "lora__train_token_rows": "always"},
 }
@@ -113,7 +113,7 @@ def test_a_resume_may_change_the_learning_rate_of_the_steps_to_come(go: Go) -> N
     assert warning["detail"] == said
     again = go("out", steps=4, resume=True, optim__learning_rate=5e-4, **keys)
     assert again.notice is not None, "nothing is left to do"
-    with pytest.raises(taut.ConfigError, match=r"finished after step 4, .* would change nothing"):
+    with pytest.raises(taut.ConfigError, match=r"finished after step 4, .* changes nothing"):
         go("out", steps=4, resume=True, optim__learning_rate=1e-4, **keys)
 
 
@@ -157,6 +157,58 @@ def test_changed_data_are_refused(model: Path, tmp_path: Path) -> None:
         match=r"belongs to another run: data .*rows\.jsonl: other content, \w{12}",
     ):
         sft(model, train, tmp_path / "out", resume=True, **keys)
+
+
+MOVED: dict[str, tuple[str, str]] = {
+    "a file": ("rows.jsonl", "else/where.jsonl"),
+    "a directory": ("rows", "elsewhere"),
+    "a pattern": ("rows/*.jsonl", "elsewhere/*.jsonl"),
+}
+"""Where the rows are when the run begins, and when it is resumed."""
+
+
+@pytest.mark.parametrize("kind", slow_except(["a file"], MOVED))
+def test_moved_data_are_the_same_data_bit_for_bit(
+    kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise is drawn by the ids of samples, which begin with the path: the run goes on with those it had."""
+    monkeypatch.chdir(tmp_path)
+    old, new = MOVED[kind]
+    file = Path(old.replace("*", "a")) if old.endswith("jsonl") else Path(old, "a.jsonl")
+    file.parent.mkdir(exist_ok=True)
+    write_rows(file, chats(8))
+    keys = {**PLAIN, "lora__rank": 2, "lora__dropout": 0.2, "checkpoint__every": 1}
+    whole = sft(model, old, tmp_path / "whole", steps=3, **keys).out
+    sft(model, old, tmp_path / "out", steps=1, **keys)
+    moved = Path(new.replace("*", "a")) if new.endswith("jsonl") else Path(new, "a.jsonl")
+    moved.parent.mkdir(exist_ok=True)
+    file.rename(moved)
+    taut.resume(tmp_path / "out", steps=2, data={"train": new})
+    taut.resume(tmp_path / "out", steps=3)
+    for name in ("loss", "sample_ids"):
+        assert column(tmp_path / "out", name) == column(whole, name)
+    told = [it["detail"] for it in events(tmp_path / "out", "warning") if it["name"] == "data"]
+    same = "the same contents; ids of samples stay as they were"
+    assert told == [f"data.train: {old} then, {new} now: {same}"] * 2
+    resolved = json.loads((tmp_path / "out" / "resolved.json").read_text())
+    (source,) = resolved["config"]["data"]["train"]
+    assert (source["path"], source["known_as"]) == (new, old)
+    write_rows(moved, chats(8, seed=1))
+    with pytest.raises(taut.ConfigError, match=r"data rows\S*: other content, \w{12}\.\.\. then"):
+        taut.resume(tmp_path / "out", steps=4)
+
+
+def test_moved_data_are_compared_source_by_source(model: Path, tmp_path: Path) -> None:
+    """Two sources in the other order, or with another weight, are another mixture."""
+    one, two = (str(write_rows(tmp_path / f"{seed}.jsonl", chats(6, seed=seed))) for seed in (1, 2))
+    keys = {**PLAIN, "checkpoint__every": 1}
+    sft(model, one, tmp_path / "out", steps=1, data__train=[one, two], **keys)
+    for train, says in (
+        ([two, one], r"data \S*1\.jsonl: other content"),
+        ([{"path": one, "weight": 0.5}, two], r"data\.train: .*'weight': 0\.5"),
+    ):
+        with pytest.raises(taut.ConfigError, match=says):
+            taut.resume(tmp_path / "out", steps=2, data={"train": train})
 
 
 def test_resuming_without_a_checkpoint_starts_at_step_one(go: Go) -> None:
@@ -250,7 +302,7 @@ def test_a_finished_run_without_a_checkpoint_cannot_be_made_longer(go: Go) -> No
     out = go("out", checkpoint__every=0).out
     before = snapshot(out)
     with pytest.raises(
-        taut.ConfigError, match=r"finished after step 6 and has no checkpoint to train on"
+        taut.ConfigError, match=r"finished after step 6, without a checkpoint to train on"
     ):
         go("out", checkpoint__every=0, steps=9, resume=True)
     assert snapshot(out) == before
@@ -328,25 +380,25 @@ def test_a_resume_takes_the_products_of_its_checkpoint_whatever_a_measurement_sa
     go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a noisy machine each measurement may say something else. The model is small, so every size counts as large."""
-    monkeypatch.setattr(products, "MIN_SIZE", 0)
-    monkeypatch.setattr(products, "BLOCKS", (64, 16))
-    real, taken, measured = products._product, [], []
-    monkeypatch.setattr(products, "_product", lambda *args: (taken.append(1), real(*args))[1])
+    monkeypatch.setattr(cpu_matmul, "MIN_SIZE", 0)
+    monkeypatch.setattr(cpu_matmul, "BLOCKS", (64, 16))
+    real, taken, measured = cpu_matmul._product, [], []
+    monkeypatch.setattr(cpu_matmul, "_product", lambda *args: (taken.append(1), real(*args))[1])
 
-    def measure(shapes: object) -> dict[str, products.Rates]:
+    def measure(shapes: object) -> dict[str, cpu_matmul.Rates]:
         """oneDNN is faster at first, and never again."""
-        measured.append(products.Rates(1.0, 0.5 if measured else 2.0))
-        return dict.fromkeys(products.SHAPES, measured[-1])
+        measured.append(cpu_matmul.Rates(1.0, 0.5 if measured else 2.0))
+        return dict.fromkeys(cpu_matmul.SHAPES, measured[-1])
 
-    monkeypatch.setattr(products, "measure", measure)
+    monkeypatch.setattr(cpu_matmul, "measure", measure)
     monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "first"))
     whole = go("whole", dtype="float32").out
-    assert decisions(whole)["products"][0] == "onednn"
+    assert decisions(whole)["cpu_matmul"][0] == "onednn"
     monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "second"))
     for name in ("once", "forced"):
         killed_copy(whole, tmp_path / name)
     once = go("once", resume=True, dtype="float32").out
-    assert decisions(once)["products"] == ("onednn", "that of the checkpoint")
+    assert decisions(once)["cpu_matmul"] == ("onednn", "that of the checkpoint")
     assert not events(once, "warning")
     twice = go("once", resume=True, dtype="float32", steps=8).out
     straight = go("whole", resume=True, dtype="float32", steps=8).out
@@ -355,15 +407,15 @@ def test_a_resume_takes_the_products_of_its_checkpoint_whatever_a_measurement_sa
     assert largest_difference(weights(twice / "model"), weights(straight / "model")) == 0.0
     assert taken
     taken.clear()
-    forced = go("forced", resume=True, dtype="float32", products="mkl").out
+    forced = go("forced", resume=True, dtype="float32", cpu_matmul="mkl").out
     assert not taken
     (told,) = events(forced, "warning")
     assert (told["name"], told["tolerance"]) == ("exactness", TOLERANCE["float32"])
-    assert "environment products: 'onednn' then, 'mkl' now" in told["detail"]
+    assert "environment cpu_matmul: 'onednn' then, 'mkl' now" in told["detail"]
     limit = TOLERANCE["float32"]
     assert column(forced, "loss") == pytest.approx(column(whole, "loss")[:6], rel=limit)
     other = go("other", dtype="float32").out
-    assert decisions(other)["products"][0] == "mkl"
+    assert decisions(other)["cpu_matmul"][0] == "mkl"
 
 
 def test_a_run_that_is_being_written_is_left_alone(go: Go, tmp_path: Path) -> None:

@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import QUIET, chats, column, largest_difference, weights, words_of, write_rows
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import (
+    QUIET,
+    chats,
+    column,
+    largest_difference,
+    weights,
+    words_of,
+    write_rows,
+)
+from tests.helpers.slow_cases import slow_except
 
 import taut
 from taut.cli import main
 from taut.commands import train
+from taut.run.ending import Result
 from taut.train.run_dir import Lock, read_resolved
 
 RUN = {**QUIET, "model": "models/tiny", "data.train": "train.jsonl", "steps": 6}
@@ -161,8 +170,8 @@ def test_what_cannot_be_gone_on_with_is_one_line(
         (lambda it: it.pop("directory"), r"found no 'config' and 'directory' at"),
         (lambda it: it.update(config=3), r"found no 'config' and 'directory' at"),
         (
-            lambda it: it.update(taut="9.0", config={**it["config"], "colour": "red"}),
-            r"unknown key 'colour' at .*resolved\.json; .*; the run is of taut 9\.0 and this is 0\.1\.0",
+            lambda it: it.update(taut="9.0", config={**it["config"], "color": "red"}),
+            r"unknown key 'color' at .*resolved\.json; .*; the run is of taut 9\.0 and this is 0\.1\.0",
         ),
         (lambda it: it["config"].update(seed="x"), r"found seed=\"x\" at .*resolved\.json"),
         (lambda it: it["config"].pop("model"), r"key 'model' is missing"),
@@ -200,7 +209,7 @@ def test_a_run_somebody_else_writes_is_left_to_them(
 def test_exit_codes_are_those_of_the_command_it_was_begun_with(
     error: BaseException, code: int, died: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object) -> train.Result:
+    def fail(_: object) -> Result:
         raise error
 
     monkeypatch.setattr(train, "train", fail)

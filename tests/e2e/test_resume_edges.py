@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import PLAIN, chats, column, events, sft, write_rows
+from tests.helpers.chat_runs import PLAIN, chats, column, events, sft, write_rows
 
 import taut
-from taut.commands import train as api
-from taut.commands import train as lifecycle
 from taut.errors import Interrupted, OutputError
 from taut.io import files
+from taut.run import lifecycle
 from taut.train import trainer as loop
 
 Go = Callable[..., taut.Result]
@@ -74,13 +73,13 @@ def test_a_run_with_more_epochs_is_finished_at_its_end(
 def test_a_run_that_another_process_began_meanwhile_is_left_alone(
     go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, real = go("other").out, api.build
+    other, real = go("other").out, lifecycle.build
 
     def late(*given: Any) -> Any:
         shutil.copytree(other, tmp_path / "out")
         return real(*given)
 
-    monkeypatch.setattr(api, "build", late)
+    monkeypatch.setattr(lifecycle, "build", late)
     with pytest.raises(OutputError, match="another run began there while this one was made ready"):
         go("out", resume=True)
     monkeypatch.undo()
@@ -104,7 +103,7 @@ def test_the_best_of_an_abandoned_schedule_goes_though_the_resume_is_killed(
 
     for place, act, changed in (
         ("run_steps", killed_after, {}),
-        ("_emit_start", killed, {"steps": 9, "resume": True}),
+        ("emit_start", killed, {"steps": 9, "resume": True}),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(lifecycle, place, act)

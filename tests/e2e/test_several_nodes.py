@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.chat_runs import (
+from tests.helpers.chat_runs import (
     PLAIN,
     QUIET,
     column,
@@ -19,7 +19,7 @@ from tests.chat_runs import (
     weights,
     words_of,
 )
-from tests.simulated_slurm import write_commands
+from tests.helpers.simulated_slurm import write_commands
 
 import taut
 
@@ -80,7 +80,7 @@ def test_torchrun_on_two_nodes_gives_the_losses_of_one_process(
     found = {event["name"]: event for event in events(tmp_path / "out", "check")}
     assert found["cluster.processes"]["notes"] == ["node0: rank 0", "node1: rank 1"]
     assert found["cluster.output"]["outcome"] == "passed"
-    assert "each node tokenises the data for itself" in found["cluster.cache"]["detail"]
+    assert "each node tokenizes the data for itself" in found["cluster.cache"]["detail"]
     keys_of_cache = [{path.name for path in cache.iterdir()} for cache in caches]
     assert keys_of_cache[0] == keys_of_cache[1] != set()
 

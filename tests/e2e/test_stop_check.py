@@ -8,18 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.chat_runs import QUIET, events, save_model, sft, words_of, write_rows
-from tests.tiny_models import STATEFUL
+from tests.helpers.chat_runs import QUIET, events, save_model, sft, words_of, write_rows
+from tests.helpers.tiny_models import STATEFUL
 
 from taut import cli
-from taut.data.dataset import DataConfig, Dataset, load_dataset
-from taut.data.render import Renderer
+from taut.data.dataset import Dataset, load_dataset
+from taut.data.render.render import Renderer
+from taut.data.settings import DataConfig
 from taut.errors import CheckFailed, ConfigError
-from taut.evals.stopping import StopCheckConfig, Stops, choose
+from taut.evals.settings import StopCheckConfig
+from taut.evals.stopping import Stops, choose
+from taut.losses.settings import DpoConfig
 from taut.methods.dpo import Dpo
 from taut.methods.method import RunConfig
 from taut.methods.orpo import Orpo
-from taut.methods.preference import DpoConfig
 from taut.models.load import load_tokenizer
 from taut.train.log import Event
 
@@ -103,7 +105,7 @@ def test_one_that_has_not_is_told_loudly_and_saved(
 
 def test_the_cause_is_one_that_the_method_can_have() -> None:
     compared = Stops(4, 0, 0, wanted=0.9, end_probability=0.01, examples=(), is_taught=False)
-    assert "comparing them hardly teaches it" in compared.cause
+    assert "begin with one that does" in compared.cause
     assert "train longer" not in compared.cause
     assert "train longer" not in replace(compared, end_probability=0.9).cause
     assert RunConfig(model="m", data=DATA).teaches_ends

@@ -16,21 +16,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.chat_runs import decisions, events, sft, write_rows
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import SPECIALS, save_tokenizer, tiny_tokenizer
+from tests.helpers.chat_runs import decisions, events, sft, write_rows
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import SPECIALS, save_tokenizer, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import taut
 from taut.commands import verify
-from taut.commands.verify import Verify
+from taut.commands.settings import Verify
 from taut.config import from_mapping
-from taut.data import render
-from taut.data.messages import read_conversation
-from taut.data.render import Renderer
+from taut.data.render import render
+from taut.data.render.render import Renderer
+from taut.data.rows.messages import read_conversation
 from taut.errors import DataError, ModelError
-from taut.inference.engine import Sampling
-from taut.inference.open import ModelUse, open_engine
+from taut.inference.factory import open_engine
+from taut.inference.settings import ModelUse, Sampling
 from taut.models.load import quiet_library
 from taut.run import inputs as run_module
 from taut.run import setup as build_module

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import chats, save_model, sft, write_rows
-from tests.fake_vllm import FakeServer, Fault
+from tests.helpers.chat_runs import chats, save_model, sft, write_rows
+from tests.helpers.fake_vllm import FakeServer, Fault
 
-from taut.commands.verify import Verify, run, verify
+from taut.commands.settings import Verify
+from taut.commands.verify import run, verify
 from taut.evals.contract import read_contract
 
 END = 482

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import column, events, largest_difference, weights
+from tests.helpers.chat_runs import column, events, largest_difference, weights
+from tests.helpers.kill_points import point
+from tests.helpers.killed_runs import kill, resume, whole
+from tests.helpers.picture_runs import QUESTIONS, keys_of, train
+from tests.helpers.run_directories import differences, left, require_equal
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.vision_models import tiny_vlm
+from tests.helpers.vision_templates import LLAVA_ONEVISION
 from tests.invariants.test_ranks import LIMIT, by_ranks
-from tests.kill_points import point
-from tests.killed_runs import kill, resume, whole
-from tests.picture_runs import QUESTIONS, keys_of, train
-from tests.run_directories import differences, left, require_equal
-from tests.slow_cases import slow_except
-from tests.vision_models import tiny_vlm
-from tests.vision_templates import LLAVA_ONEVISION
 
 from taut.cli import main
 from taut.errors import ConfigError, PictureError
@@ -167,7 +167,7 @@ def test_a_checked_run_is_verified_until_its_pictures_are_cut_otherwise(
     out = tmp_path / "out"
     train(keys_of("sft", model, place, **given, out=str(out)))
     told = {event["name"]: event["outcome"] for event in events(out, "check")}
-    assert told["vision.swapped"] == told["vision.neighbour"] == "passed"
+    assert told["vision.swapped"] == told["vision.neighbor"] == "passed"
     words = ["verify", str(out / "model"), "--device", "cpu", "dtype=float64"]
     assert main(words) == 0
     described = out / "model" / "preprocessor_config.json"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tests.chat_runs import events, save_model, write_rows
-from tests.picture_runs import draw, keys_of, train
-from tests.vision_models import tiny_vlm
+from tests.helpers.chat_runs import events, save_model, write_rows
+from tests.helpers.picture_runs import draw, keys_of, train
+from tests.helpers.vision_models import tiny_vlm
 
 from taut.cli import main
 

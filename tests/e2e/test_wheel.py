@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from tests.base_install import PROJECT, ROOT, install_base, run_taut
+from tests.helpers.base_install import PROJECT, ROOT, install_base, run_taut
 
 import taut
 
@@ -54,10 +54,15 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     source = ROOT / "src"
     expected = {
         str(path.relative_to(source))
-        for path in (source / "taut").rglob("*")
+        for package in ("taut", "taut_tools")
+        for path in (source / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"taut/py.typed", "taut/migrate/table/options.json"} <= expected
+    assert {
+        "taut/py.typed",
+        "taut_tools/py.typed",
+        "taut_tools/migrate/table/options.json",
+    } <= expected
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = archive.read(f"{ABOUT}/entry_points.txt").decode()

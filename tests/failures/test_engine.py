@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests import tiny_trainers as jobs
-from tests.tiny_models import logits_of, tiny_model
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers import tiny_trainers as jobs
+from tests.helpers.tiny_models import logits_of, tiny_model
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
 
 from taut.data.packing import ALONE, pack
-from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
+from taut.inference.settings import Sampling
 from taut.methods.inputs import engine_of
 from taut.models import attention_backends
 from taut.models.scorer import Scorer
@@ -47,7 +47,7 @@ def gap(scorer: Scorer, completions: list[Completion]) -> float:
 
 
 def test_ids_that_text_would_not_give_back_are_scored_as_they_were_sampled(tmp_path: Path) -> None:
-    """Class 18: decoding and tokenising again changes most completions here, and none of what is scored."""
+    """Class 18: decoding and tokenizing again changes most completions here, and none of what is scored."""
     built, _ = jobs.make(tmp_path, dtype="float32")
     found = engine_of(built.inputs, built.models, built.trainer.ranks)().generate(
         [PROMPT], SAMPLING

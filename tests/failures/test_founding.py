@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chat_runs import chats, column, events, save_model, sft, write_rows
-from tests.tiny_models import logits_of, tiny_model
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import PLAIN, chats, column, events, save_model, sft, write_rows
+from tests.helpers.tiny_models import logits_of, tiny_model
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from taut.attention.layout import Layout
-from taut.data.messages import read_conversation
 from taut.data.packing import ALONE, pack
-from taut.data.render import Renderer
+from taut.data.render.render import Renderer
+from taut.data.rows.messages import read_conversation
 from taut.errors import CheckFailed, ModelError
-from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
+from taut.inference.settings import Sampling
 from taut.models import attention_backends, load
 from taut.models.scorer import Scorer
 from taut.types import Completion, Prompt, Sample
@@ -178,7 +178,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = write_rows(place / "train.jsonl", chats(16))
     more = {"steps": 60, "batch__samples_per_step": 16, "optim__learning_rate": 1e-2}
     model = save_model(place / "model", dtype=torch.float64)
-    return sft(model, rows, place / "out", **more).model
+    return sft(model, rows, place / "out", **PLAIN, **more).model
 
 
 def flat_loss(model: Path, samples: list[Sample]) -> float:
@@ -244,7 +244,7 @@ def test_f5_samples_that_run_together_stop_the_run_before_it_updates(
     monkeypatch.setitem(attention_backends.BACKENDS, "reference", joined)
     data = write_rows(tmp_path / "train.jsonl", chats(16))
     alone: dict[str, Any] = {"steps": 1, "batch__share_prefixes": False}
-    with pytest.raises(CheckFailed, match=r"^attention.neighbour: "):
+    with pytest.raises(CheckFailed, match=r"^attention.neighbor: "):
         sft(learned, data, tmp_path / "out", **alone)
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckFailed, match=r"step 1: the logprobs of .* nothing was updated"):

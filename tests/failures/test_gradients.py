@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import chats, column, largest_difference, save_model, sft, weights, write_rows
+from tests.helpers.chat_runs import (
+    PLAIN,
+    chats,
+    column,
+    largest_difference,
+    save_model,
+    sft,
+    weights,
+    write_rows,
+)
 
 from taut.errors import CheckFailed
 from taut.models import architecture
@@ -46,6 +55,7 @@ def test_eight_steps_of_one_are_one_step_of_eight(
     model = save_model(tmp_path / "model")
     train = write_rows(tmp_path / "train.jsonl", chats(16, words=40))
     keys: dict[str, Any] = {
+        **PLAIN,
         "steps": 3,
         "batch__samples_per_step": 8,
         "batch__share_prefixes": False,
@@ -66,5 +76,5 @@ def test_eight_steps_of_one_are_one_step_of_eight(
 
     monkeypatch.setattr(trainer, "denominators", of_means)
     planted = tmp_path / "planted"
-    sft(model, train, planted, **keys, batch__tokens_per_microbatch=1, check="off")
+    sft(model, train, planted, **keys, batch__tokens_per_microbatch=1)
     assert column(planted, "loss") != pytest.approx(ours[0], rel=1e-2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import chats, events, save_model, sft, write_rows
+from tests.helpers.chat_runs import chats, events, save_model, sft, write_rows
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 SOURCE = Path(__file__).parents[2] / "src" / "taut"

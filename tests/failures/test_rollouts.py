@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.chat_runs import QUIET
+from tests.helpers.chat_runs import QUIET
 from tests.unit.rl.test_advantages import assign, paths, policy
 
 from taut.config import from_mapping
 from taut.data.order import Order
-from taut.data.prompts import PromptSet
 from taut.errors import ConfigError
 from taut.methods.grpo import Grpo
-from taut.rl.advantages import Gae, ShapingConfig
-from taut.rl.monitors import BEGINNING, RECENT, RolloutMonitor, RolloutMonitorConfig
-from taut.rl.online import Online
-from taut.rl.rollout import VALUE, RolloutConfig
+from taut.rl.advantages import Gae, TrainSample
+from taut.rl.monitors import BEGINNING, RECENT, RolloutMonitor
+from taut.rl.replay import ReplayGroups
+from taut.rl.rollout import VALUE, Rollout, RolloutRequest, RolloutSource, RolloutState
+from taut.rl.settings import RolloutConfig, RolloutMonitorConfig, ShapingConfig
+from taut.types import Tree
 
 RUN = {**QUIET, "model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "exact_match"}
 
@@ -64,19 +65,29 @@ def test_answers_that_cease_to_end_are_told_once() -> None:
     assert told == [("warning", "stops")]
 
 
+class Nothing(RolloutSource):
+    """Rollouts without groups."""
+
+    def take(self, request: RolloutRequest) -> Rollout:
+        return Rollout([])
+
+
 @pytest.mark.parametrize(("version", "is_young"), [(0, True), (1, True), (2, False)])
 def test_what_is_older_than_allowed_is_not_trained_on(version: int, *, is_young: bool) -> None:
     config = RolloutConfig(replay_groups=4, max_staleness=3, minibatches=2)
-    order = Order((4,), (1.0,), 0, 2)
-    monitor = RolloutMonitor(RolloutMonitorConfig())
-    method = Online(config, cast(PromptSet, None), order, policy(), monitor, 0)
     drawn_at = 4
+    kept = TrainSample(drawn_at, Tree(()))
+    source = ReplayGroups(Nothing(), config, RolloutState(replayed=[kept]))
     # its second update is one further from the weights it was drawn from
-    assert method._is_young(drawn_at, drawn_at + 1 + version) == is_young
+    request = RolloutRequest(1, Order((4,), (1.0,), 0, 2), drawn_at + 1 + version)
+    assert source.take(request).replayed == ([kept] if is_young else [])
 
 
 def test_a_roll_out_that_would_be_too_old_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rollout.max_staleness=1 .* its last is 3 behind"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout.max_staleness=1 .* is 3 behind; expected 3 or more",
+    ):
         from_mapping(
             Grpo,
             {

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tests import judged_runs as judged
-from tests import online_runs as online
-from tests import picture_runs as shown
-from tests.chat_runs import chats, save_model, write_rows
 from tests.golden.renames import Renames
-from tests.vision_models import tiny_vlm
+from tests.helpers import judged_runs as judged
+from tests.helpers import online_runs as online
+from tests.helpers import picture_runs as shown
+from tests.helpers.chat_runs import chats, save_model, write_rows
+from tests.helpers.vision_models import tiny_vlm
 
 import taut
 from taut.cli import main
@@ -168,8 +168,8 @@ def _normal_event(event: Mapping[str, Json], renames: Renames) -> dict[str, Json
             return [normal("", item) for item in value]
         return value
 
-    normalised: dict[str, Json] = normal("", event)
-    return normalised
+    normalized: dict[str, Json] = normal("", event)
+    return normalized
 
 
 def _without_prose(value: str) -> str:

@@ -29,7 +29,7 @@ from tests.golden.snapshot import (
     working_in,
     write_inputs,
 )
-from tests.slow_cases import slow_except
+from tests.helpers.slow_cases import slow_except
 
 RELATIVE, ABSOLUTE = 1e-6, 1e-9
 ROUNDING = 2e-5
@@ -178,13 +178,13 @@ def compare_events(
     """The events in their order; each check by its name."""
     check, title = renames.plain("events", "check"), renames.field("check.name")
 
-    def labelled(events: Sequence[Any]) -> list[tuple[str, str, Any]]:
+    def labeled(events: Sequence[Any]) -> list[tuple[str, str, Any]]:
         return [
             (f"check {it.get(title)}" if it["kind"] == check else it["kind"], it["kind"], it)
             for it in events
         ]
 
-    yield from compare_sequence(labelled(pinned), labelled(seen), renames)
+    yield from compare_sequence(labeled(pinned), labeled(seen), renames)
 
 
 def compare_sequence(

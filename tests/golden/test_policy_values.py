@@ -23,9 +23,10 @@ from math import exp, log, sqrt
 
 import pytest
 import torch
-from tests.preference_rows import plain_pairs, scales
+from tests.helpers.preference_rows import plain_pairs, scales
 
-from taut.losses.policy import Average, Bounds, Kl, PolicyGradient
+from taut.losses.policy import Bounds, Kl, PolicyGradient
+from taut.losses.settings import Average
 from taut.types import Packed, Scores
 
 LOGP = torch.tensor([-log(2), -log(2), -log(4)], dtype=torch.float64)

@@ -26,15 +26,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp, log, log1p, sqrt
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.preference_rows import ONE, answer, plain_pairs, with_values
+from tests.helpers.preference_rows import ONE, answer, plain_pairs, with_values
 
+from taut.config import from_mapping
 from taut.data.packing import ALONE, pack
-from taut.losses import Loss
-from taut.losses.preference import Orpo, Preference, Unpaired, cpo, simpo
+from taut.losses.loss import Loss
+from taut.losses.preference import CpoLoss, DpoLoss, KtoLoss, OrpoLoss, PairLoss, SimpoLoss
 from taut.losses.reward import BradleyTerry, Process, Regression
 from taut.train import step_statistics
 from taut.types import LossSum, Packed, Scores
@@ -60,8 +62,12 @@ def whole_step(loss: Loss, packed: Packed, scores: Scores) -> LossSum:
     return loss(scores, packed)
 
 
-def dpo(name: str = "sigmoid", **fields: float | str | bool) -> Preference:
-    return Preference(terms=((name, 1.0),), **{"beta": 1.0, **fields})  # type: ignore[arg-type]
+def dpo(name: str = "sigmoid", **keys: Any) -> DpoLoss:
+    return from_mapping(DpoLoss, {"loss": name, "beta": 1.0, **keys})
+
+
+def simpo(beta: float, gamma: float, alpha: float = 0.0) -> SimpoLoss:
+    return SimpoLoss(beta=beta, gamma=gamma, alpha=alpha)
 
 
 def value(found: LossSum) -> float:
@@ -90,7 +96,7 @@ AT_START = [
 
 
 @pytest.mark.parametrize(("loss", "expected"), AT_START)
-def test_where_policy_and_reference_are_one(loss: Preference, expected: float) -> None:
+def test_where_policy_and_reference_are_one(loss: PairLoss, expected: float) -> None:
     logp = [-0.5, -2.0, -3.0, -0.25]
     found = of_pairs(loss, logp, logp)
     assert value(found) / 2 == pytest.approx(expected, rel=1e-12)
@@ -117,7 +123,7 @@ THREE_TO_ONE = [
     (dpo("ipo"), (LN9 - 0.5) ** 2, (LN9 + 0.5) ** 2),
     (dpo("hinge"), 0.0, 1 + LN9),
     (dpo("exo", label_smoothing=0.1), 0.0, 0.8 * log(9)),
-    (dpo("discopop", tau=1.0), 0.1 * -log(0.9) + 0.1, 0.9 * -log(0.1) + 0.9),
+    (dpo("discopop", discopop_tau=1.0), 0.1 * -log(0.9) + 0.1, 0.9 * -log(0.1) + 0.9),
     (dpo("nca"), -log(3 / 4) - (log(1 / 4) + log(3 / 4)) / 2, None),
     (dpo("bco"), -2 * log(3 / 4), -2 * log(1 / 4)),
     (dpo("sppo"), 2 * (LN3 - 0.5) ** 2, 2 * (LN3 + 0.5) ** 2),
@@ -126,22 +132,28 @@ THREE_TO_ONE = [
     (dpo(divergence="forward_kl"), log1p(exp(-8 / 3)), log1p(exp(8 / 3))),
     (dpo(divergence="js"), -log(3 / 4), -log(1 / 4)),
     (dpo(divergence="alpha", alpha=0.5), log1p(exp(-4 / sqrt(3))), log1p(exp(4 / sqrt(3)))),
-    (dpo(divergence="alpha", alpha=1.0), log1p(exp(-8 / 3)), log1p(exp(8 / 3))),
-    (dpo(divergence="alpha", alpha=0.0), -log(0.9), -log(0.1)),
-    (dpo(gamma=LN3), -log(3 / 4), None),
 ]
 
+WITHOUT_REFERENCE = [
+    (simpo(1.0, 0.0, alpha=0.5), log1p(exp(-4 / sqrt(3))), log1p(exp(4 / sqrt(3)))),
+    (simpo(1.0, 0.0, alpha=1.0), log1p(exp(-8 / 3)), log1p(exp(8 / 3))),
+    (simpo(1.0, 0.0), -log(0.9), -log(0.1)),
+    (simpo(1.0, LN3), -log(3 / 4), None),
+]
+"""Losses that take the log-ratio itself for the log-probability of an answer."""
 
-@pytest.mark.parametrize(("loss", "expected", "turned"), THREE_TO_ONE)
+
+@pytest.mark.parametrize(("loss", "expected", "turned"), THREE_TO_ONE + WITHOUT_REFERENCE)
 def test_three_times_likelier_and_a_third_as_likely(
-    loss: Preference, expected: float, turned: float | None
+    loss: PairLoss, expected: float, turned: float | None
 ) -> None:
-    reference = [-4.0, -2.0]
-    found = of_pairs(loss, [-4.0 + LN3, -2.0 - LN3], reference)
+    reference = [0.0, 0.0] if loss.reference_free else [-4.0, -2.0]
+    better, worse = reference
+    found = of_pairs(loss, [better + LN3, worse - LN3], reference)
     assert value(found) == pytest.approx(expected, abs=1e-12)
     assert float(found.metrics["rewards/accuracy"][0]) == 1
     if turned is not None:
-        found = of_pairs(loss, [-4.0 - LN3, -2.0 + LN3], reference)
+        found = of_pairs(loss, [better - LN3, worse + LN3], reference)
         assert value(found) == pytest.approx(turned, abs=1e-12)
         assert float(found.metrics["rewards/accuracy"][0]) == 0
 
@@ -152,17 +164,19 @@ def test_lengths_margins_weights_and_sums() -> None:
     """
     scores = Scores(tensor(LN9 - 2, -2, -LN3))
     packed = with_values(plain_pairs([(2, 1)]), ref_logp_N=tensor(-2, -2, 0))
-    normalised = whole_step(dpo(length_normalised=True), packed, scores)
-    assert value(normalised) == pytest.approx(-log(0.9), rel=1e-12)
-    assert float(normalised.metrics["rewards/margin"][0]) == pytest.approx(LN9)
+    normalized = whole_step(dpo(length_normalized=True), packed, scores)
+    assert value(normalized) == pytest.approx(-log(0.9), rel=1e-12)
+    assert float(normalized.metrics["rewards/margin"][0]) == pytest.approx(LN9)
     assert value(whole_step(dpo("ipo"), packed, scores)) == pytest.approx((LN9 - 0.5) ** 2)
     assert value(whole_step(dpo(), packed, scores)) == pytest.approx(log1p(1 / 27))
-    assert float(normalised.metrics["kl"][0]) == pytest.approx(LN9 - LN3)
+    assert float(normalized.metrics["kl"][0]) == pytest.approx(LN9 - LN3)
     spread = with_values(packed, margin=tensor(2, 0.5))
     wanted = log1p(exp(0.6) / 9)
-    loss = dpo(length_normalised=True, margin=0.4)
+    loss = dpo(length_normalized=True, margin=0.4)
     assert value(whole_step(loss, spread, scores)) == pytest.approx(wanted, rel=1e-12)
-    mpo = replace(loss, margin=0.0, terms=(("sigmoid", 0.8), ("bco", 0.2)), sft_weight=1.0)
+    mpo = replace(
+        loss, margin=0.0, loss=["sigmoid", "bco"], loss_weights=[0.8, 0.2], sft_weight=1.0
+    )
     found = whole_step(mpo, packed, scores).terms
     assert float(found["sigmoid"]) == pytest.approx(0.8 * -log(0.9))
     assert float(found["bco"]) == pytest.approx(0.4 * -log(3 / 4))
@@ -175,7 +189,7 @@ def test_weights_of_targets_count() -> None:
     packed = replace(packed, weight_N=tensor(2, 1))
     scores = Scores(tensor(LN3, -LN3))
     assert value(dpo()(scores, packed)) == pytest.approx(log1p(1 / 27))
-    assert value(dpo(length_normalised=True)(scores, packed)) == pytest.approx(-log(0.9))
+    assert value(dpo(length_normalized=True)(scores, packed)) == pytest.approx(-log(0.9))
 
 
 def test_orders_over_the_step() -> None:
@@ -191,7 +205,7 @@ def test_orders_over_the_step() -> None:
     assert value(unpaired) / 2 == pytest.approx((-log(1 / 4) - log(0.9)) / 2, rel=1e-12)
     longer = with_values(plain_pairs([(2, 1)] * 2), ref_logp_N=tensor(0, 0, 0, LN3, LN3, 0))
     scores = Scores(tensor(LN9 + LN3, LN9 + LN3, 0, 0, 0, 0))
-    per_token = whole_step(dpo("aot", length_normalised=True), longer, scores)
+    per_token = whole_step(dpo("aot", length_normalized=True), longer, scores)
     assert value(per_token) == pytest.approx(log(2) - log(0.9), rel=1e-12)
     c = 0.75 * LN3
     shifted = of_pairs(dpo("bco", beta=2.0), [LN3, 0.0, 0.0, LN3 / 2])
@@ -205,7 +219,7 @@ def test_answers_by_themselves() -> None:
     """
     packed = with_values(plain_pairs([(1, 1)]), ref_logp_N=tensor(0, 0), label=tensor(1, 0))
     scores = Scores(tensor(LN9, 0))
-    kto = Unpaired(beta=1.0, undesirable_weight=2.0)
+    kto = KtoLoss(beta=1.0, undesirable_weight=2.0)
     told = replace(packed, stats=kto.statistics({"log_ratio_S": tensor(LN9, 0)}))
     assert value(kto(scores, told)) == pytest.approx(0.75, rel=1e-12)
     metrics = kto(scores, told).metrics
@@ -214,9 +228,9 @@ def test_answers_by_themselves() -> None:
     assert float(metrics["rewards/accuracy"][0]) == 2
     below = kto.statistics({"log_ratio_S": tensor(-LN9, 0)})
     assert float(below["z0"]) == 0
-    apo = whole_step(replace(kto, variant="apo_zero"), packed, scores)
+    apo = whole_step(replace(kto, loss="apo_zero"), packed, scores)
     assert value(apo) == pytest.approx(0.1 + 1.0, rel=1e-12)
-    loss = replace(kto, variant="bco")
+    loss = replace(kto, loss="bco")
     of_kinds = loss.statistics({"log_ratio_S": tensor(LN9, LN9, 0), "label_S": tensor(1, 1, 0)})
     assert float(of_kinds["bco_shift"]) == pytest.approx(LN3)
     of_one = loss.statistics({"log_ratio_S": tensor(LN9, LN3), "label_S": tensor(0, 0)})
@@ -228,16 +242,16 @@ def test_answers_by_themselves() -> None:
 def test_without_a_reference() -> None:
     """p_w = 3/4 and p_l = 1/4: odds 3 and 1/3, their ratio 9; log p_w - log p_l = ln 3; 1 - 1/p is -1/3 and -3."""
     logp, sft = [log(3 / 4), log(1 / 4)], -log(3 / 4)
-    orpo = of_pairs(Orpo(beta=0.5), logp)
+    orpo = of_pairs(OrpoLoss(beta=0.5), logp)
     assert value(orpo) == pytest.approx(0.5 * -log(0.9) + sft, rel=1e-12)
     assert value(of_pairs(simpo(1.0, 0.0), logp)) == pytest.approx(-log(3 / 4), rel=1e-12)
     assert value(of_pairs(simpo(1.0, LN3), logp)) == pytest.approx(log(2), rel=1e-12)
     alphapo = of_pairs(simpo(1.0, 0.0, alpha=1.0), logp)
     assert value(alphapo) == pytest.approx(log1p(exp(-8 / 3)), rel=1e-12)
-    assert value(of_pairs(cpo(2.0), logp)) == pytest.approx(-log(0.9) + sft, rel=1e-12)
-    hinge = of_pairs(cpo(0.5, "hinge", sft_weight=2.0), logp)
+    assert value(of_pairs(CpoLoss(beta=2.0), logp)) == pytest.approx(-log(0.9) + sft, rel=1e-12)
+    hinge = of_pairs(CpoLoss(beta=0.5, loss="hinge", sft_weight=2.0), logp)
     assert value(hinge) == pytest.approx(1 - LN3 / 2 + 2 * sft, rel=1e-12)
-    ipo = of_pairs(cpo(0.5, "ipo", sft_weight=0.0), logp)
+    ipo = of_pairs(CpoLoss(beta=0.5, loss="ipo", sft_weight=0.0), logp)
     assert value(ipo) == pytest.approx((LN3 - 1) ** 2, rel=1e-12)
     free = of_pairs(dpo(reference_free=True), logp)
     assert value(free) == pytest.approx(-log(3 / 4), rel=1e-12)
@@ -245,11 +259,11 @@ def test_without_a_reference() -> None:
 
 def test_scalar_heads() -> None:
     """Scores ln 9 + 1 and 1: -ln s(ln 9), drawn to a sum of 0 by 0.1 (ln 9 + 2)^2; a margin of ln 3 leaves ln 3.
-    Squared errors to 2 and 0. Steps at ln 3, 0 and -ln 3 labelled 1, 0.5 and 0: -ln 3/4, ln 2 and -ln 3/4.
+    Squared errors to 2 and 0. Steps at ln 3, 0 and -ln 3 labeled 1, 0.5 and 0: -ln 3/4, ln 2 and -ln 3/4.
     """
     packed = with_values(plain_pairs([(1, 1)]), margin=tensor(LN3, 0), score=tensor(2, 0))
     scores = Scores(tensor(), scalar_R=tensor(LN9 + 1, 1))
-    found = BradleyTerry(centring=0.1)(scores, packed)
+    found = BradleyTerry(centering_coef=0.1)(scores, packed)
     assert float(found.terms["bradley_terry"]) == pytest.approx(-log(0.9), rel=1e-12)
     assert float(found.terms["centring"]) == pytest.approx(0.1 * (LN9 + 2) ** 2, rel=1e-12)
     assert value(BradleyTerry(margin=1.0)(scores, packed)) == pytest.approx(-log(3 / 4), rel=1e-12)

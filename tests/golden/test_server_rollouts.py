@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from tests.chat_runs import column, events, save_model
-from tests.online_runs import TWICE, keys_of, train
-from tests.sampling_server import SamplingServer
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import column, events, save_model
+from tests.helpers.online_runs import TWICE, keys_of, train
+from tests.helpers.sampling_server import SamplingServer
+from tests.helpers.slow_cases import slow_except
 from transformers import AutoModelForCausalLM
 
 from taut.io import tables

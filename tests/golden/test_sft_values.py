@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import chats, column, save_model, sft, write_rows
-from tests.tiny_samples import nested_family
-from tests.tiny_trainers import Fixed, make
+from tests.helpers.chat_runs import chats, column, save_model, sft, write_rows
+from tests.helpers.tiny_samples import nested_family
+from tests.helpers.tiny_trainers import Fixed, make
 from torch import Tensor
 
 from taut.train.trainer import train_step

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from taut.extras import EXTRAS
+from taut.io.extras import EXTRAS
 
 MODELS = (
     "transformers",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests import kernel_emulation
+from tests.helpers import kernel_emulation
 from torch import Tensor
 
 from taut.attention import decode, flex, reference, varlen

@@ -17,24 +17,25 @@ needs(*MODELS)
 # ruff: noqa: E402  # what the packages are needed for
 
 from safetensors.torch import load_file
-from tests.fake_vllm import CONFIG, GREEDY, prompt
-from tests.fake_weight_sync import WeightServer, change, tiny
+from tests.helpers.fake_vllm import CONFIG, GREEDY, prompt
+from tests.helpers.fake_weight_sync import WeightServer, change, tiny
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_models import CARRIED, tiny_model
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from tests.invariants.test_generation import prompts
-from tests.slow_cases import slow_except
-from tests.tiny_models import CARRIED, tiny_model
-from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import replace
 from taut.data.packing import ALONE, pack
-from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
+from taut.inference.settings import Sampling
 from taut.inference.vllm import ServerEngine
-from taut.inference.weight_sync import Trained, checkpoint_tensors, write
+from taut.inference.weight_sync import TrainingModel, checkpoint_tensors, write
 from taut.models.attention_backends import select
 from taut.models.load import set_attention
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
+from taut.models.settings import LoraConfig
 from taut.train.distributed import Ranks
 from taut.types import Completion, Prompt, Sample
 
@@ -111,7 +112,7 @@ def following(device: torch.device, model: torch.nn.Module, folder: Path) -> Ite
         try:
             attention = select("auto", device, torch.float32, tiny().config).implementation
             model.set_attn_implementation(attention)
-            trained = Trained(Scorer(model.to(device)), Ranks(0, 1, device), torch.float32)
+            trained = TrainingModel(Scorer(model.to(device)), Ranks(0, 1, device), torch.float32)
             engine = engine.follow(trained)
             yield engine
         finally:

@@ -22,7 +22,7 @@ import torch
 
 import gpu
 from on_gpu import bench, measure, report, sizes
-from taut.extras import EXTRAS
+from taut.io.extras import EXTRAS
 
 CPU = torch.device("cpu")
 

@@ -23,16 +23,17 @@ needs(*MODELS)
 
 # ruff: noqa: E402  # what the packages are needed for
 
-from tests import judged_runs, online_runs
-from tests.chat_runs import QUIET, chats, column, events, save_model, sft, write_rows
+from tests.helpers import judged_runs, online_runs
+from tests.helpers.chat_runs import QUIET, chats, column, events, save_model, sft, write_rows
+from tests.helpers.preference_rows import answers_for, groups_of, packs, ready, scales
+from tests.helpers.slow_cases import slow_except
 from tests.invariants.test_losses import scorer_for
-from tests.preference_rows import answers_for, groups_of, packs, ready, scales
-from tests.slow_cases import slow_except
 from torch import Tensor
 
 import taut
 from taut.data.packing import PackPolicy
-from taut.losses import LOSSES, Loss
+from taut.losses.loss import Loss
+from taut.losses.registry import LOSSES
 from taut.methods import METHODS
 from taut.models import architecture, compiled_layers
 from taut.models.attention_backends import select

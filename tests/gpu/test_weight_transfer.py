@@ -18,16 +18,16 @@ needs(*MODELS)
 
 # ruff: noqa: E402  # what the packages are needed for
 
-from tests.fake_vllm import CONFIG, Body
-from tests.fake_weight_sync import change, tiny
-from tests.fake_weight_transfer import TransferServer
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.fake_vllm import CONFIG, Body
+from tests.helpers.fake_weight_sync import change, tiny
+from tests.helpers.fake_weight_transfer import TransferServer
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from taut.config import replace
 from taut.inference import weight_transfer
 from taut.inference.vllm import ServerEngine
-from taut.inference.weight_sync import Trained
+from taut.inference.weight_sync import TrainingModel
 from taut.inference.weight_transfer import Gpu
 from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer
@@ -93,7 +93,7 @@ def test_weights_arrive_in_another_process_on_the_gpu(monkeypatch: pytest.Monkey
     device = torch.device("cuda", DEVICE)
     model: Any = tiny().to(device)
     model.set_attn_implementation(PREFIX + "reference")
-    asked = Trained(Scorer(model), Ranks(0, 1, device), torch.float32)
+    asked = TrainingModel(Scorer(model), Ranks(0, 1, device), torch.float32)
     with unpacking() as pipe, Elsewhere(gpu=Gpu(device).uuid, pipe=pipe) as server:
         config = replace(CONFIG, {"sync.transport": "ipc", "timeout": PATIENCE})
         engine = ServerEngine.open(server.url, config, tiny_tokenizer(), [7], 64)

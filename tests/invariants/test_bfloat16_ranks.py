@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests import sharded_bfloat16
-from tests.forked_processes import run
-from tests.sharded_bfloat16 import NUM_LAYERS, Seen
-from tests.tiny_critics import ONE
+from tests.helpers import sharded_bfloat16
+from tests.helpers.forked_processes import run
+from tests.helpers.sharded_bfloat16 import NUM_LAYERS, Seen
+from tests.helpers.tiny_critics import ONE
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(place: Path) -> Seen:
-    done = run("-m", "tests.sharded_bfloat16", place, num_ranks=2)
+    done = run("-m", "tests.helpers.sharded_bfloat16", place, num_ranks=2)
     assert done.returncode == 0, done.stderr
     return Seen(*torch.load(place / "seen.pt", weights_only=False))
 

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from tests import judged_runs, online_runs
-from tests.chat_runs import QUIET, chats, write_rows
-from tests.forked_processes import run
+from tests.helpers import judged_runs, online_runs
+from tests.helpers.chat_runs import QUIET, chats, write_rows
+from tests.helpers.forked_processes import run
 
 OWN = {"optim.clip": 1, "step_statistics.totals": 2}
 """The gradient norm; the object with the sums, the signals, and the next step's counts."""
@@ -31,7 +31,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int
     }
     runs = [{**keys, **steps, "out": str(place / "out" / name)} for name, keys in todo.items()]
     (place / "todo.json").write_text(json.dumps(runs))
-    done = run("-m", "tests.collectives", place / "todo.json", num_ranks=2)
+    done = run("-m", "tests.helpers.collectives", place / "todo.json", num_ranks=2)
     assert done.returncode == 0, done.stderr
     found = json.loads((place / "todo.json.counted").read_text())
     return dict(zip(todo, found, strict=True))

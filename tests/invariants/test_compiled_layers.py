@@ -14,21 +14,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests import judged_runs, online_runs
-from tests.chat_runs import PLAIN, QUIET, chats, column, decisions, save_model, weights, write_rows
-from tests.slow_cases import slow_except
-from tests.tiny_models import CARRIED, tiny_model
-from tests.tiny_samples import nested_family, sample
+from tests.helpers import judged_runs, online_runs
+from tests.helpers.chat_runs import (
+    PLAIN,
+    QUIET,
+    chats,
+    column,
+    decisions,
+    save_model,
+    weights,
+    write_rows,
+)
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_models import CARRIED, tiny_model
+from tests.helpers.tiny_samples import nested_family, sample
 from torch import Tensor, nn
 
 import taut
 from taut.data.packing import PackPolicy, pack
 from taut.models import compiled_layers
 from taut.models.compiled_layers import compile_layers, eagerly, graphs_made
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
 from taut.models.precision import compute_context
 from taut.models.recompute import recompute_activations
 from taut.models.scorer import Scorer
+from taut.models.settings import LoraConfig
 from taut.types import Packed
 
 LIMIT = 1e-9

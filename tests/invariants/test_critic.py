@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.chat_runs import largest_difference
-from tests.forked_processes import run
-from tests.invariants.test_layout_invariance import relative
-from tests.run_directories import read_checkpoint
-from tests.tiny_critics import (
+from tests.helpers.chat_runs import largest_difference
+from tests.helpers.forked_processes import run
+from tests.helpers.run_directories import read_checkpoint
+from tests.helpers.tiny_critics import (
     KINDS,
     ONE,
     SHARE_ALL,
@@ -28,6 +27,7 @@ from tests.tiny_critics import (
     steps,
     values_of,
 )
+from tests.invariants.test_layout_invariance import relative
 
 from taut.data.packing import ALONE, pack
 
@@ -75,7 +75,7 @@ def test_states_on_a_shared_prefix_have_the_values_they_have_alone(kind: str, pl
 @pytest.fixture(scope="module")
 def seen(place: Path) -> dict[str, Any]:
     """What two ranks saw, both kinds in one process group."""
-    done = run("-m", "tests.tiny_critics", place, num_ranks=2)
+    done = run("-m", "tests.helpers.tiny_critics", place, num_ranks=2)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((place / "seen.json").read_text())
     return found

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny_models import tiny_model
-from tests.tiny_samples import nested_family
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_samples import nested_family
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from taut.data.packing import ALONE, PackPolicy, pack
-from taut.losses.supervised import Distill
+from taut.losses.supervised import DistillLoss
 from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 from taut.models.teacher import ModelTeacher
-from taut.types import Divergence, Packed, Sample
+from taut.types import Packed, Sample
 
 LIMIT = 1e-9
 SHARE_ALL = PackPolicy(share_prefixes=True, min_saved_tokens=1)
 LOSSES = {
-    "forward": Distill(Divergence("forward", temperature=2.0), 0.4),
-    "reverse": Distill(Divergence("reverse"), 0.0),
-    "js": Distill(Divergence("js", beta=0.2), 0.1),
+    "forward": DistillLoss(temperature=2.0, sft_weight=0.4),
+    "reverse": DistillLoss(divergence="reverse"),
+    "js": DistillLoss(divergence="js", beta=0.2, sft_weight=0.1),
 }
 CASES = [
     ("llama", "qwen3", "forward"),
@@ -46,11 +46,12 @@ def models(student: str, teacher: str, attention: str) -> tuple[PreTrainedModel,
 
 
 def plainly(
-    student: PreTrainedModel, teacher: PreTrainedModel, samples: list[Sample], loss: Distill
+    student: PreTrainedModel, teacher: PreTrainedModel, samples: list[Sample], loss: DistillLoss
 ) -> float:
     """Adds the gradient; gives the loss."""
     total = 0.0
-    how = loss.divergence
+    how = loss.wants.divergence
+    assert how is not None
     for sample in samples:
         packed = pack([sample], ALONE)
         z_s, z_t = (

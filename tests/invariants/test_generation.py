@@ -12,14 +12,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tests.slow_cases import slow_except
-from tests.tiny_models import CARRIED, tiny_model
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_models import CARRIED, tiny_model
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import replace
 from taut.data.packing import ALONE, pack
-from taut.inference.engine import Sampling
-from taut.inference.local import ConversationConfig, LocalEngine
+from taut.inference.local import LocalEngine
+from taut.inference.settings import ConversationConfig, Sampling
 from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer

@@ -1,6 +1,6 @@
 """However samples are laid out, loss and gradients are the same, to float64 rounding.
 
-Parametrised over the attention backends, the architectures and the losses that are linear in the log-probabilities: a
+Parametrized over the attention backends, the architectures and the losses that are linear in the log-probabilities: a
 new entry of a registry is held to these by being listed. Every loss: test_losses.py. Reference for all: each sample
 alone in a micro-batch of its own.
 """
@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from tests.kernel_emulation import flash_on_cpu
-from tests.slow_cases import slow_except
-from tests.tiny_models import CARRIED, EIGHT, FOLLOWING, tiny_model
-from tests.tiny_samples import nested_family
+from tests.helpers.kernel_emulation import flash_on_cpu
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_models import CARRIED, EIGHT, FOLLOWING, tiny_model
+from tests.helpers.tiny_samples import nested_family
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from taut.data.packing import ALONE, PackPolicy, pack
-from taut.losses import LOSSES, Loss
+from taut.losses.loss import Loss
+from taut.losses.registry import LOSSES
 from taut.models.attention_backends import BACKENDS
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
-from tests.preference_rows import (
+from tests.helpers.preference_rows import (
     ROLLED_OUT,
     answers_for,
     groups_of,
@@ -22,14 +23,15 @@ from tests.preference_rows import (
     step_loss,
     step_metrics,
 )
-from tests.tiny_models import CARRIED, tiny_config, tiny_model
+from tests.helpers.tiny_models import CARRIED, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from taut.data.packing import PackPolicy
-from taut.losses import LOSSES, Loss
+from taut.losses.loss import Loss
 from taut.losses.policy import SURROGATES, Bounds, PolicyGradient
-from taut.losses.preference import VARIANTS, Preference
+from taut.losses.preference import VARIANTS, DpoLoss
+from taut.losses.registry import LOSSES
 from taut.models.attention_backends import PREFIX
 from taut.models.heads import SharedCritic
 from taut.models.precision import compute_context
@@ -228,10 +230,10 @@ def test_the_first_update_of_a_roll_out_is_reinforce(name: str) -> None:
 @pytest.mark.parametrize("variant", ["aot", "aot_unpaired"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_sorted_over_the_step_value_and_gradient_are_the_whole_steps(
-    variant: str, smoothing: float
+    variant: Literal["aot", "aot_unpaired"], smoothing: float
 ) -> None:
     """Micro-batches against the sorted formula over all pairs at once, and against finite differences of it."""
-    loss = Preference(beta=0.7, terms=((variant, 1.0),), label_smoothing=smoothing)
+    loss = DpoLoss(beta=0.7, loss=variant, label_smoothing=smoothing)
     microbatches = alone(answers_for(loss))
     sizes = [packed.num_targets for packed in microbatches]
     drawn = torch.cat([random_scores(packed).logp_N for packed in microbatches])
@@ -370,6 +372,6 @@ def test_all_surrogates_are_listed() -> None:
 
 def test_all_variants_are_listed() -> None:
     listed = {
-        name for loss in LOSSES.values() if isinstance(loss, Preference) for name, _ in loss.terms
+        name for loss in LOSSES.values() if isinstance(loss, DpoLoss) for name, _ in loss.terms
     }
     assert listed == set(VARIANTS)

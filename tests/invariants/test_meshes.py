@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import column, largest_difference, save_model, weights
+from tests.helpers.chat_runs import column, largest_difference, save_model, weights
+from tests.helpers.judged_runs import keys_of as judged_keys
+from tests.helpers.online_runs import keys_of as online_keys
+from tests.helpers.online_runs import train
+from tests.helpers.picture_runs import keys_of as picture_keys
+from tests.helpers.tiny_models import EIGHT
+from tests.helpers.vision_models import tiny_vlm
 from tests.invariants.test_ranks import LIMIT, by_ranks
-from tests.judged_runs import keys_of as judged_keys
-from tests.online_runs import keys_of as online_keys
-from tests.online_runs import train
-from tests.picture_runs import keys_of as picture_keys
-from tests.tiny_models import EIGHT
-from tests.vision_models import tiny_vlm
 
 pytestmark = pytest.mark.parallel
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import QUIET, chats, column, events, save_model, write_rows
+from tests.helpers.chat_runs import QUIET, chats, column, events, save_model, write_rows
 from tests.invariants.test_ranks import LIMIT, by_ranks
 
 import taut

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.chat_runs import column, largest_difference, save_model, weights
+from tests.helpers.chat_runs import column, largest_difference, save_model, weights
+from tests.helpers.online_runs import train
 from tests.invariants.test_meshes import keys_of
 from tests.invariants.test_ranks import LIMIT, by_ranks
-from tests.online_runs import train
 
 from taut.train import distributed
 
@@ -62,7 +62,7 @@ def test_offloaded_weights_train_as_whole_ones(
 )
 def test_every_tensor_is_on_its_device(words: list[str], trained: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.two_devices", *words],
+        [sys.executable, "-m", "tests.helpers.two_devices", *words],
         capture_output=True,
         text=True,
         check=False,

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chat_runs import column, events, largest_difference, weights
-from tests.online_runs import LENGTH, keys_of, make, save_models, train
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import column, events, largest_difference, weights
+from tests.helpers.online_runs import LENGTH, keys_of, make, save_models, train
+from tests.helpers.slow_cases import slow_except
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from taut.data.batching import samples_of
 from taut.errors import CheckFailed
-from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
+from taut.inference.settings import Sampling
 from taut.losses.policy import PolicyGradient
 from taut.rl.online import Online
 from taut.train.trainer import StepReport, add_gradients

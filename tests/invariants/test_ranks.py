@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import (
+from tests.helpers.chat_runs import (
     QUIET,
     chats,
     column,
@@ -26,11 +26,12 @@ from tests.chat_runs import (
     words_of,
     write_rows,
 )
-from tests.forked_processes import run
-from tests.rank_memory import memory_of_ranks, save_random_llama
-from tests.slow_cases import slow_except
-from tests.vision_models import tiny_vlm
-from tests.vision_samples import Drawn
+from tests.helpers.forked_processes import run
+from tests.helpers.rank_memory import memory_of_ranks, save_random_llama
+from tests.helpers.selected import selected
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.vision_models import tiny_vlm
+from tests.helpers.vision_samples import Drawn
 
 import taut
 from taut.models.load import load_model
@@ -150,7 +151,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Two processes of ``python WORDS``, as they are started in earnest; ``tests.forked_processes`` is quicker."""
+    """Two processes of ``python WORDS``, as they are started in earnest; forked processes are quicker."""
     launcher = [
         sys.executable,
         "-m",
@@ -164,7 +165,7 @@ def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=180,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -241,11 +242,25 @@ def by_one_and_by_two(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, model: Path, train: Path) -> Path:
+def place(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    train: Path,
+) -> Path:
+    """The runs that the tests which are asked for compare."""
     place = tmp_path_factory.mktemp("runs")
-    save_model(place / "teacher", "gemma2", hidden_size=48, seed=3)
-    runs = {name: given for name, given in RUNS.items() if name not in SLOW}
-    runs |= {"taught": TAUGHT, "illustrated": {**ILLUSTRATED, **illustrated_keys(place)}}
+    asked = selected(request)
+    runs = {
+        name: given
+        for name, given in RUNS.items()
+        if name not in SLOW and f"{test_two_ranks_equal_one_process.__name__}[{name}]" in asked
+    }
+    if test_a_teacher_teaches_two_ranks_as_one.__name__ in asked:
+        save_model(place / "teacher", "gemma2", hidden_size=48, seed=3)
+        runs["taught"] = TAUGHT
+    if test_pictures_that_one_rank_sees_are_seen_by_both.__name__ in asked:
+        runs["illustrated"] = {**ILLUSTRATED, **illustrated_keys(place)}
     return by_one_and_by_two(place, model, train, runs)
 
 

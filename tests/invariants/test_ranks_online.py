@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import column, events, largest_difference, weights
+from tests.helpers.chat_runs import column, events, largest_difference, weights
+from tests.helpers.online_runs import TWICE, keys_of, save_models, train
 from tests.invariants.test_ranks import LIMIT, by_ranks
-from tests.online_runs import TWICE, keys_of, save_models, train
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import column, events, largest_difference, save_model, weights
+from tests.helpers.chat_runs import column, events, largest_difference, save_model, weights
+from tests.helpers.judged_runs import keys_of, train
+from tests.helpers.run_directories import read_checkpoint
 from tests.invariants.test_ranks import LIMIT, by_ranks
-from tests.judged_runs import keys_of, train
-from tests.run_directories import read_checkpoint
 
 UNEVEN = {"batch.samples_per_step": 5, "batch.tokens_per_microbatch": 90, "steps": 3}
 """The ranks have different numbers of micro-batches."""

@@ -1,4 +1,4 @@
-"""Nothing is read back from the device but what is stated here, on the meta device (tests/meta_device.py).
+"""Nothing is read back from the device but what is stated here, on the meta device (tests/helpers/meta_device.py).
 
 A training step reads its loss, metrics and gradient norm together, once, before the update; statistics of the whole
 step once, where a loss needs them; a rollout's scores once; an engine the sampled ids once a token.
@@ -15,26 +15,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests import judged_runs, online_runs
-from tests.chat_runs import QUIET, chats, write_rows
-from tests.meta_device import META, Watch, watched
-from tests.preference_rows import answers_for, groups_of, packs, random_scores, ready
-from tests.slow_cases import slow_except
-from tests.tiny_models import EIGHT, tiny_model
-from tests.tiny_samples import nested_family
+from tests.helpers import judged_runs, online_runs
+from tests.helpers.chat_runs import QUIET, chats, write_rows
+from tests.helpers.meta_device import META, Watch, watched
+from tests.helpers.preference_rows import answers_for, groups_of, packs, random_scores, ready
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_models import EIGHT, tiny_model
+from tests.helpers.tiny_samples import nested_family
 from torch import Tensor, nn
 
 from taut.config import from_mapping
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.inference import local
-from taut.inference.weight_sync import Trained
-from taut.losses import LOSSES
+from taut.inference.weight_sync import TrainingModel
+from taut.losses.registry import LOSSES
 from taut.methods import METHODS
 from taut.methods.method import RunConfig
 from taut.models import scorer as head
 from taut.models.heads import SharedCritic
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
 from taut.models.scorer import Scorer
+from taut.models.settings import LoraConfig
 from taut.models.teacher import ModelTeacher
 from taut.plan.memory import measure
 from taut.run.inputs import load_inputs
@@ -46,7 +47,7 @@ from taut.train.trainer import train_step
 from taut.types import TOP_IDS, TOP_LOGP, Divergence, Scores, Wants, to_host
 
 SHARED = PackPolicy(share_prefixes=True, min_saved_tokens=1)
-ONE_READ = {"trainer.summarise": 1}
+ONE_READ = {"trainer.summarize": 1}
 
 
 def model_on_meta(name: str = "llama", attention: str = "taut_reference") -> nn.Module:
@@ -113,7 +114,7 @@ def test_no_way_through_the_head_reads(
 
 
 def test_the_probe_of_a_weight_push_is_read_once() -> None:
-    trained = Trained(Scorer(model_on_meta()), Ranks(0, 1, META), torch.float32)
+    trained = TrainingModel(Scorer(model_on_meta()), Ranks(0, 1, META), torch.float32)
     with watched() as watch:
         trained.log_probs(np.arange(9))
     assert reads(watch) == {"weight_sync.log_probs": 1}

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.chat_runs import column, events, largest_difference, weights, write_rows
-from tests.forked_processes import run
+from tests.helpers.chat_runs import column, events, largest_difference, weights, write_rows
+from tests.helpers.forked_processes import run
+from tests.helpers.online_runs import keys_of, questions, save_models
 from tests.invariants.test_ranks import PROGRAM
-from tests.online_runs import keys_of, questions, save_models
 from tests.unit.commands.test_score import save_reward
 
-from taut.models.reward_model import NewHead
+from taut.models.settings import NewHead
 from taut.run.recorded import Recorded
 
 LIMIT = 1e-9

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import column, largest_difference, weights, write_rows
-from tests.forked_processes import run
+from tests.helpers.chat_runs import column, largest_difference, weights, write_rows
+from tests.helpers.forked_processes import run
+from tests.helpers.online_runs import keys_of, questions, save_models
+from tests.helpers.slow_cases import slow_except
 from tests.invariants.test_ranks import PROGRAM
-from tests.online_runs import keys_of, questions, save_models
-from tests.slow_cases import slow_except
 from tests.unit.rl.test_agents import PROGRAM as ASK
 
 from taut.run.recorded import Recorded

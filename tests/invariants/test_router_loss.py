@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests import judged_runs, online_runs
-from tests.chat_runs import (
+from tests.helpers import judged_runs, online_runs
+from tests.helpers.chat_runs import (
     QUIET,
     chats,
     column,
@@ -20,22 +20,22 @@ from tests.chat_runs import (
     weights,
     write_rows,
 )
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_samples import nested_family, sample
+from tests.helpers.tiny_trainers import make
 from tests.invariants.test_ranks import by_ranks
-from tests.slow_cases import slow_except
-from tests.tiny_models import tiny_model
-from tests.tiny_samples import nested_family, sample
-from tests.tiny_trainers import make
 from torch import Tensor, nn
 
 import taut
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.errors import ModelError
 from taut.losses.router import slopes
-from taut.models.experts import widen_routers
+from taut.models.experts import RouterRecorder, widen_routers
 from taut.models.precision import compute_context
 from taut.models.recompute import recompute_activations
-from taut.models.routers import RouterConfig, RouterRecorder
 from taut.models.scorer import Scorer
+from taut.models.settings import RouterConfig
 from taut.train.trainer import StepReport, Trainer, add_gradients
 from taut.types import Packed, Tree, Wants
 

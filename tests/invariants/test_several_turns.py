@@ -8,28 +8,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.tiny_models import tiny_model
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from tests.unit.rl.test_environment import Scripted, row_of
 from torch import Tensor
 
 from taut.data.packing import ALONE, PackPolicy, pack
-from taut.data.render import Renderer
-from taut.data.tool_calls import ToolCall
-from taut.inference.engine import Sampling
+from taut.data.render.render import Renderer
+from taut.data.rows.tool_calls import ToolCall
 from taut.inference.local import LocalEngine
+from taut.inference.settings import Sampling
 from taut.losses.advantages import ESTIMATORS
 from taut.losses.policy import PolicyGradient
 from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
-from taut.rewards.panel import Verdict
+from taut.rewards.reward_set import RewardResult
 from taut.rewards.verifier import Score
-from taut.rl.advantages import PolicyCredit, ShapingConfig
-from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step
-from taut.rl.forks import ForkConfig
+from taut.rl.advantages import PolicyCredit
+from taut.rl.environment import EnvironmentPool, Step
 from taut.rl.rollout import Group
 from taut.rl.sampler import Trajectory, sample_trajectories
+from taut.rl.settings import EnvironmentConfig, ForkConfig, ShapingConfig
 from taut.rl.turns import Bridge
 from taut.types import Packed, Sample
 
@@ -151,7 +151,7 @@ def test_a_tree_of_paths_is_trained_as_its_leaves_are_one_by_one(scorer: Scorer)
         environments(renderer, renderer.stop_ids, turns=2),
     )
     judged = [
-        replace(path, verdict=Verdict({"r": Score(reward)}, reward))
+        replace(path, reward_result=RewardResult({"r": Score(reward)}, reward))
         for path, reward in zip(paths, [1.0, 0.0, 0.0, 0.0], strict=True)
     ]
     loss = PolicyGradient()
@@ -209,7 +209,7 @@ def test_a_forked_tree_is_trained_as_its_paths_are_with_their_weights(scorer: Sc
 
     random = np.random.default_rng(0)
     judged = [
-        replace(path, verdict=Verdict({}, reward))
+        replace(path, reward_result=RewardResult({}, reward))
         for numbers in weights.values()
         for reward in [float(random.normal())]
         for path in [paths[number] for number in numbers]

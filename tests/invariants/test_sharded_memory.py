@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests import sharded_memory
-from tests.forked_processes import run
-from tests.sharded_memory import CASES
+from tests.helpers import sharded_memory
+from tests.helpers.forked_processes import run
+from tests.helpers.sharded_memory import CASES
 
 pytestmark = pytest.mark.parallel
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parallel
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int, object]]:
     place = tmp_path_factory.mktemp("memory")
     sharded_memory.prepare(place)
-    done = run("-m", "tests.sharded_memory", place, num_ranks=2)
+    done = run("-m", "tests.helpers.sharded_memory", place, num_ranks=2)
     assert done.returncode == 0, done.stderr
     read: dict[str, tuple[int, int, object]] = json.loads((place / "found.json").read_text())
     return read

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import column, events, largest_difference, save_model, weights
+from tests.helpers.chat_runs import column, events, largest_difference, save_model, weights
+from tests.helpers.online_runs import train
+from tests.helpers.tiny_models import CARRIED
+from tests.helpers.vision_models import tiny_vlm
 from tests.invariants.test_meshes import ADAPTERS, METHODS, VISION, keys_of
 from tests.invariants.test_ranks import LIMIT, by_ranks
-from tests.online_runs import train
-from tests.tiny_models import CARRIED
-from tests.vision_models import tiny_vlm
 
 from taut.config import from_mapping
 from taut.errors import ConfigError
@@ -95,7 +95,7 @@ def test_a_checked_run_equals_one_process_and_goes_on_in_it(mesh: str, tmp_path:
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"quantise": "nf4", "lora.rank": 4}, "quantise=nf4"),
+        ({"quantize": "nf4", "lora.rank": 4}, "quantize=nf4"),
         ({"frozen_dtype": "checkpoint", "lora.rank": 4}, "frozen_dtype=checkpoint"),
         ({"optim.name": "muon"}, "optim.name=muon"),
         ({"optim.state": "int8"}, "optim.state=int8"),
@@ -107,5 +107,8 @@ def test_a_checked_run_equals_one_process_and_goes_on_in_it(mesh: str, tmp_path:
 )
 def test_what_needs_whole_layers_is_refused(keys: dict[str, Any], named: str) -> None:
     fixed = {"model": "m", "data.train": "x", "parallel.tensor": 2}
-    with pytest.raises(ConfigError, match=f"parallel.tensor=2 with {named}: .*; expected one of"):
+    with pytest.raises(
+        ConfigError,
+        match=f"parallel.tensor=2 with {named}.*: .*; expected one of the two; leave parallel.tensor",
+    ):
         from_mapping(RunConfig, fixed | keys)

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.vision_models import EVERY
-from tests.vision_samples import Drawn, Handle, Seeing
+from tests.helpers.vision_models import EVERY
+from tests.helpers.vision_samples import Drawn, Handle, Seeing
 from torch import Tensor, nn
 
 from taut.data.packing import ALONE, PackPolicy, common_prefix, pack

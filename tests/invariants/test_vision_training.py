@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.vision_models import FAMILIES
-from tests.vision_samples import Drawn, Seeing
+from tests.helpers.vision_models import FAMILIES
+from tests.helpers.vision_samples import Drawn, Seeing
 from torch import Tensor, nn
 
 from taut.data.packing import ALONE, pack

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.sampled_outcomes import outcomes_of
+from tests.helpers.sampled_outcomes import outcomes_of
 from torch import Tensor
 
 from taut.losses.advantages import ESTIMATORS, gae

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.chat_runs import column, events, save_model, write_rows
-from tests.online_runs import keys_of, questions, train
-from tests.slow_cases import slow_except
+from tests.helpers.chat_runs import column, events, save_model, write_rows
+from tests.helpers.online_runs import keys_of, questions, train
+from tests.helpers.slow_cases import slow_except
 from transformers import AutoTokenizer
 
 from taut.inference.local import LocalEngine

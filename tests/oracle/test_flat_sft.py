@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.slow_cases import slow_except
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoTokenizer
 
 import taut

@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.preference_rows import packs, scales
+from tests.helpers.preference_rows import packs, scales
 from torch import Tensor
 
-from taut.losses import Loss
+from taut.losses.loss import Loss
 from taut.losses.policy import Bounds, Correction, Critic, Kl, PolicyGradient
 from taut.types import Packed, Sample, Scores
 

@@ -17,16 +17,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
-from tests.preference_rows import plain_pairs, scales, with_values
+from tests.helpers.preference_rows import plain_pairs, scales, with_values
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from taut.losses import Loss
-from taut.losses.preference import Orpo, Preference, Unpaired, cpo, simpo
+from taut.config import from_mapping
+from taut.losses.loss import Loss
+from taut.losses.preference import CpoLoss, DpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 from taut.losses.reward import BradleyTerry
 from taut.types import Packed, Scores
 
@@ -185,8 +186,8 @@ def cpo_ipo(t: Trl) -> Tensor:
     return (chosen - rejected - 1 / (2 * BETA)) ** 2
 
 
-def dpo(name: str, **fields: float | str | bool) -> Preference:
-    return Preference(beta=BETA, terms=((name, 1.0),), **fields)  # type: ignore[arg-type]
+def dpo(name: str, **keys: Any) -> DpoLoss:
+    return from_mapping(DpoLoss, {"loss": name, "beta": BETA, **keys})
 
 
 EVERY = (CALM, WIDE, EXTREME)
@@ -207,10 +208,10 @@ FORMULAS: dict[str, Row] = {
     "sppo_hard": (dpo("sppo"), sppo_hard, EVERY),
     "apo_zero": (dpo("apo_zero"), apo_zero, EVERY),
     "apo_down": (dpo("apo_down"), apo_down, EVERY),
-    "discopop": (dpo("discopop", tau=TAU), discopop, (CALM, WIDE)),
+    "discopop": (dpo("discopop", discopop_tau=TAU), discopop, (CALM, WIDE)),
     "aot": (dpo("aot", label_smoothing=EPSILON), aot, EVERY),
     "aot_unpaired": (dpo("aot_unpaired", label_smoothing=EPSILON), aot_unpaired, EVERY),
-    "sigmoid_norm": (dpo("sigmoid", length_normalised=True), sigmoid_norm, EVERY),
+    "sigmoid_norm": (dpo("sigmoid", length_normalized=True), sigmoid_norm, EVERY),
     "forward_kl": (
         dpo("sigmoid", divergence="forward_kl"),
         diverged(lambda u: 1 - torch.exp(-u)),
@@ -226,16 +227,20 @@ FORMULAS: dict[str, Row] = {
         diverged(lambda u: alpha_divergence(u, 0.7)),
         (CALM, 3.0),
     ),
-    "orpo": (Orpo(BETA), odds_ratio, EVERY),
-    "simpo": (simpo(2.0, 0.5), simpo_loss, EVERY),
-    "alphapo": (simpo(2.0, 0.5, alpha=0.3), alphapo_loss, (CALM, 10.0)),
-    "cpo_sigmoid": (cpo(BETA, label_smoothing=EPSILON, sft_weight=0.0), cpo_sigmoid, EVERY),
+    "orpo": (OrpoLoss(beta=BETA), odds_ratio, EVERY),
+    "simpo": (SimpoLoss(beta=2.0, gamma=0.5), simpo_loss, EVERY),
+    "alphapo": (SimpoLoss(beta=2.0, gamma=0.5, alpha=0.3), alphapo_loss, (CALM, 10.0)),
+    "cpo_sigmoid": (
+        CpoLoss(beta=BETA, label_smoothing=EPSILON, sft_weight=0.0),
+        cpo_sigmoid,
+        EVERY,
+    ),
     "cpo_hinge": (
-        cpo(BETA, "hinge", sft_weight=0.0),
+        CpoLoss(beta=BETA, loss="hinge", sft_weight=0.0),
         lambda t: torch.relu(1 - BETA * (t.chosen - t.rejected)),
         EVERY,
     ),
-    "cpo_ipo": (cpo(BETA, "ipo", sft_weight=0.0), cpo_ipo, EVERY),
+    "cpo_ipo": (CpoLoss(beta=BETA, loss="ipo", sft_weight=0.0), cpo_ipo, EVERY),
 }
 CASES = [(name, scale) for name, (_, _, some) in FORMULAS.items() for scale in some]
 
@@ -268,7 +273,7 @@ def test_pairs(name: str, scale: float, seed: int) -> None:
 @pytest.mark.parametrize("scale", EVERY)
 def test_a_weighted_sum_with_the_sft_term(scale: float) -> None:
     """MPO as TRL's documentation has it: loss_type sigmoid, bco_pair, sft; loss_weights 0.8, 0.2, 1.0."""
-    loss = Preference(beta=BETA, terms=(("sigmoid", 0.8), ("bco", 0.2)), sft_weight=1.0)
+    loss = DpoLoss(beta=BETA, loss=["sigmoid", "bco"], loss_weights=[0.8, 0.2], sft_weight=1.0)
     packed, logp_N = drawn(scale)
     packed = told(loss, packed, logp_N)
     by = scales(loss, [packed])
@@ -282,9 +287,9 @@ def test_a_weighted_sum_with_the_sft_term(scale: float) -> None:
 
 @pytest.mark.parametrize("scale", EVERY)
 @pytest.mark.parametrize("variant", ["kto", "apo_zero"])
-def test_unpaired(variant: str, scale: float) -> None:
-    """The chosen answers labelled good, the rejected ones not, weighted 1.2 and 0.7; the mean is over all of them."""
-    loss = Unpaired(variant, BETA, desirable_weight=1.2, undesirable_weight=0.7)  # type: ignore[arg-type]
+def test_unpaired(variant: Literal["kto", "apo_zero"], scale: float) -> None:
+    """The chosen answers labeled good, the rejected ones not, weighted 1.2 and 0.7; the mean is over all of them."""
+    loss = KtoLoss(beta=BETA, loss=variant, desirable_weight=1.2, undesirable_weight=0.7)
     packed, logp_N = drawn(scale)
     t = for_trl(packed, logp_N)
     label_S = torch.zeros(packed.num_samples, dtype=torch.float64)
@@ -304,7 +309,7 @@ def test_unpaired(variant: str, scale: float) -> None:
 def test_kto_reference_point(scale: float) -> None:
     """z: the mean of log-ratios, not below 0."""
     packed, logp_N = drawn(scale)
-    loss = Unpaired()
+    loss = KtoLoss()
     found = loss.statistics(
         loss.observe(Scores(logp_N), with_values(packed, label=torch.zeros(packed.num_samples)))
     )
@@ -323,7 +328,7 @@ def test_reward_model(scale: float) -> None:
     margin_P = torch.rand(packed.num_pairs, generator=random, dtype=torch.float64)
     margin_S = torch.zeros(packed.num_samples, dtype=torch.float64)
     margin_S[packed.better_P] = margin_P
-    loss = BradleyTerry(margin=1.0, centring=0.01)
+    loss = BradleyTerry(margin=1.0, centering_coef=0.01)
     terms = loss(Scores(score_R[:0], scalar_R=score_R), with_values(packed, margin=margin_S)).terms
     ours = torch.stack(list(terms.values())).sum() / packed.num_pairs
     chosen, rejected = score_R[packed.better_P], score_R[packed.worse_P]

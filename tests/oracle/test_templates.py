@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
-from taut.data.messages import read_conversation
-from taut.data.render import Renderer
+from taut.data.render.render import Renderer
+from taut.data.rows.messages import read_conversation
 
 SINGLE = [
     {"role": "user", "content": "What is 2 plus 3?"},

@@ -1,16 +1,21 @@
-"""The small real model, for the tests of this folder, and a server that its weights are pushed to."""
+"""For the tests of this folder: the small real model, a server that takes its weights, and what other people made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.real import artifacts, oracles
 from tests.real.vllm import served
 
-from taut.data.cache import default_directory
-from taut.demo import fetch
+from taut.data.store.cache import default_directory
 from taut.inference import worker
+from taut_tools.demo import fetch
+
+if TYPE_CHECKING:
+    from tests.real.marathon import Subject
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +25,26 @@ def real_model() -> Path:
     if not wheel.exists():
         pytest.skip("the model is not in the cache; run make demo once")
     return fetch.get_model(default_directory())
+
+
+@pytest.fixture(scope="session")
+def subjects() -> dict[str, Callable[[], Subject]]:
+    """Templates of other people by collection/name, each with its tokenizer; skipped where they cannot be had."""
+    try:
+        for archive in artifacts.TOKENIZERS.values():
+            artifacts.get(archive)
+        return oracles.makers()
+    except artifacts.Unavailable as error:
+        pytest.skip(f"not in the cache, and not to be had: {error}")
+
+
+@pytest.fixture(scope="session")
+def official_renderers(subjects: dict[str, Callable[[], Subject]]) -> Path:
+    """The folder of their packages; skipped where they cannot be had."""
+    try:
+        return oracles.packages()
+    except artifacts.Unavailable as error:
+        pytest.skip(f"not in the cache, and not to be had: {error}")
 
 
 @pytest.fixture(scope="module")

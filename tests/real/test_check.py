@@ -10,11 +10,11 @@ import pytest
 from taut.checks.examine import examine
 from taut.checks.session import Session
 from taut.config import from_mapping
-from taut.data.cache import default_directory
-from taut.demo import fetch
-from taut.demo.story import build_data
+from taut.data.store.cache import default_directory
 from taut.methods.method import RunConfig
 from taut.train import distributed
+from taut_tools.demo import fetch
+from taut_tools.demo.story import build_data
 
 pytestmark = pytest.mark.real
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from taut.data.cache import default_directory
-from taut.data.render import Renderer
-from taut.demo import fetch, main
-from taut.demo.reading import MAX_ANSWER_WORDS, read_documents, split_documents
-from taut.demo.story import NUM_EVAL, NUM_TRAIN
+from taut.data.render.render import Renderer
+from taut.data.store.cache import default_directory
 from taut.models.load import load_tokenizer
+from taut_tools.demo import fetch, main
+from taut_tools.demo.reading import MAX_ANSWER_WORDS, read_documents, split_documents
+from taut_tools.demo.story import NUM_EVAL, NUM_TRAIN
 
 pytestmark = [
     pytest.mark.real,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from taut.data.packing import ALONE, pack
-from taut.data.render import Renderer
-from taut.inference.engine import Sampling
-from taut.inference.local import LocalConfig, LocalEngine
+from taut.data.render.render import Renderer
+from taut.inference.local import LocalEngine
+from taut.inference.settings import LocalConfig, Sampling
 from taut.models.attention_backends import PREFIX
 from taut.models.load import load_model, load_tokenizer
 from taut.models.scorer import Scorer

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.chat_runs import save_model
-from tests.kill_points import Operation, Point, point
-from tests.killed_runs import kill, kill_if_reached, resume, shuffled_mixture, whole
-from tests.run_directories import Left, left, require_equal
+from tests.helpers.chat_runs import save_model
+from tests.helpers.kill_points import Operation, Point, point
+from tests.helpers.killed_runs import kill, kill_if_reached, resume, shuffled_mixture, whole
+from tests.helpers.run_directories import Left, left, require_equal
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 

@@ -15,18 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import sft, write_rows
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import CORPUS, MARKERS, SPECIALS, TEMPLATES, tiny_tokenizer
-from tests.unit.commands.test_export import LLAMA3
+from tests.helpers.chat_runs import sft, write_rows
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import CORPUS, MARKERS, SPECIALS, TEMPLATES, tiny_tokenizer
+from tests.tools.export.test_export import LLAMA3
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from taut.commands.export import Export, run
-from taut.data.cache import default_directory
-from taut.demo import fetch
-from taut.models.gguf import PRE_TOKENIZERS
+from taut.data.store.cache import default_directory
+from taut_tools.demo import fetch
+from taut_tools.export.export import run
+from taut_tools.export.gguf import PRE_TOKENIZERS
+from taut_tools.export.settings import Export
 
 pytestmark = [
     pytest.mark.real,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.rank_memory import memory_of_ranks
+from tests.helpers.rank_memory import memory_of_ranks
 
 pytestmark = pytest.mark.real
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import column, events, write_rows
+from tests.helpers.chat_runs import column, events, write_rows
 from tests.real.vllm import needs_vllm
 
 import taut
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
-ASKED = ("Name a colour.", "What is 2 and 3?", "Say hello.", "Which day follows Monday?")
+ASKED = ("Name a color.", "What is 2 and 3?", "Say hello.", "Which day follows Monday?")
 COMMON: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",

@@ -8,21 +8,22 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 import torch
-from tests.fake_weight_sync import CPU, change
+from tests.helpers.fake_weight_sync import CPU, change
 from tests.real.vllm import needs_vllm
 from torch import nn
 
 from taut.config import replace
 from taut.data.packing import pack
-from taut.data.render import Renderer
-from taut.inference.engine import Sampling
-from taut.inference.vllm import ServerConfig, ServerEngine, Stream
+from taut.data.render.render import Renderer
+from taut.inference.settings import Sampling, ServerConfig
+from taut.inference.vllm import ServerEngine, Stream
 from taut.inference.vllm_client import TOLERANCE
-from taut.inference.weight_sync import Trained
+from taut.inference.weight_sync import TrainingModel
 from taut.models.attention_backends import select
 from taut.models.load import load_config, load_model, load_tokenizer
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
 from taut.models.scorer import Scorer
+from taut.models.settings import LoraConfig
 from taut.train.distributed import Ranks
 from taut.types import Prompt, Sample, Wants
 
@@ -41,11 +42,11 @@ def test_what_is_sampled_after_a_push_is_the_training_model_s(
     pushed_to: str, real_model: Path, mode: str
 ) -> None:
     model = apply_lora(loaded(real_model), LoraConfig(rank=8, train_token_rows="never"))
-    asked = Trained(Scorer(model), Ranks(0, 1, CPU), torch.float32)
+    asked = TrainingModel(Scorer(model), Ranks(0, 1, CPU), torch.float32)
     tokenizer = load_tokenizer(str(real_model))
     renderer = Renderer(tokenizer)
     config = replace(ServerConfig(), {"sync.mode": mode})
-    chat = [{"role": "user", "content": "Name a colour."}]
+    chat = [{"role": "user", "content": "Name a color."}]
     prompt = Prompt("a", renderer.prompt_ids(chat))
     sampling = Sampling(max_new_tokens=16, temperature=0.7, seed=1)
     engine = ServerEngine.open(pushed_to, config, tokenizer, renderer.stop_ids, 1024)
@@ -78,7 +79,7 @@ def test_a_server_with_adapters_goes_on_after_a_push_amid_requests(
     config = replace(ServerConfig(), {"sync.mode": "full", "retries": 0})
     engine = ServerEngine.open(pushed_to, config, tokenizer, renderer.stop_ids, 1024)
     try:
-        engine = engine.follow(Trained(Scorer(model), Ranks(0, 1, CPU), torch.float32))
+        engine = engine.follow(TrainingModel(Scorer(model), Ranks(0, 1, CPU), torch.float32))
         engine.update(0)
         stream = Stream(engine, Sampling(max_new_tokens=64, seed=1), done.put)
         for number in range(5):
@@ -93,7 +94,7 @@ def test_a_server_with_adapters_goes_on_after_a_push_amid_requests(
         engine.close()
 
 
-def _at(asked: Trained, ids_T: np.ndarray, temperature: float) -> np.ndarray:
+def _at(asked: TrainingModel, ids_T: np.ndarray, temperature: float) -> np.ndarray:
     """logprobs of all ids but the first at a temperature."""
     at_N = np.arange(1, ids_T.size)
     packed = pack([Sample("a", ids_T, at_N, np.ones(at_N.size))])

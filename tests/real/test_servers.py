@@ -15,17 +15,17 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from tests.fake_weight_sync import CPU, change
+from tests.helpers.fake_weight_sync import CPU, change
 from tests.real.test_push import LIMIT, loaded
 from tests.real.vllm import needs_vllm, started
 
 from taut.config import replace
 from taut.data.packing import pack
-from taut.data.render import Renderer
+from taut.data.render.render import Renderer
 from taut.inference import worker
-from taut.inference.engine import Sampling
-from taut.inference.vllm import ServerConfig, ServerEngine, Stream
-from taut.inference.weight_sync import Trained, checkpoint_tensors, write
+from taut.inference.settings import Sampling, ServerConfig
+from taut.inference.vllm import ServerEngine, Stream
+from taut.inference.weight_sync import TrainingModel, checkpoint_tensors, write
 from taut.models.load import load_tokenizer
 from taut.models.scorer import Scorer
 from taut.train.distributed import Ranks
@@ -57,7 +57,7 @@ def test_nothing_is_lost_and_stale_weights_are_not_used(real_model: Path, tmp_pa
         urls, (killed, slow, _) = [url for url, _ in made], [process for _, process in made]
         config = replace(ServerConfig(), {"retries": 3, "timeout": 120.0, "sync.mode": "full"})
         engine = ServerEngine.open(urls, config, tokenizer, renderer.stop_ids, 1024)
-        engine = engine.follow(Trained(Scorer(model), Ranks(0, 1, CPU), torch.float32))
+        engine = engine.follow(TrainingModel(Scorer(model), Ranks(0, 1, CPU), torch.float32))
         engine.update(0)
         write(checkpoint_tensors(model), torch.float32, old)
         change(model, size=0.002)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from taut.data.cache import default_directory
-from taut.demo import fetch
+from taut.data.store.cache import default_directory
 from taut.models.attention_backends import PREFIX
 from taut.models.load import load_model, load_tokenizer
 from taut.models.tokens import untrained_rows
+from taut_tools.demo import fetch
 
 pytestmark = [
     pytest.mark.real,

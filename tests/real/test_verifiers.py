@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tests.unit.rl.test_environment import Scripted, renderer_of, row_of, world_of
 
-from taut.inference.engine import Sampling
-from taut.rl.environment import EnvironmentConfig
+from taut.inference.settings import Sampling
 from taut.rl.sampler import Trajectory, sample_trajectories
+from taut.rl.settings import EnvironmentConfig
 
 pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
 IS_BELOW = tuple(map(int, metadata.version("verifiers").split(".")[:2])) < (0, 4)

@@ -11,9 +11,9 @@ import torch
 from tests.real.vllm import needs_vllm, served
 
 from taut.data.packing import pack
-from taut.data.render import Renderer
-from taut.inference.engine import Sampling
-from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.data.render.render import Renderer
+from taut.inference.settings import Sampling, ServerConfig
+from taut.inference.vllm import ServerEngine
 from taut.inference.vllm_client import TOLERANCE
 from taut.models.attention_backends import select
 from taut.models.load import load_config, load_model, load_tokenizer

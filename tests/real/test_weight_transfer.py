@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.fake_weight_sync import CPU, change
-from tests.fake_weight_transfer import FileChannel, stand_in
+from tests.helpers.fake_weight_sync import CPU, change
+from tests.helpers.fake_weight_transfer import FileChannel, stand_in
 from tests.real.test_push import LIMIT, loaded
 from tests.real.vllm import needs_vllm, served
 
 from taut.config import replace
-from taut.data.render import Renderer
+from taut.data.render.render import Renderer
 from taut.inference import worker
-from taut.inference.engine import Sampling
-from taut.inference.vllm import ServerConfig, ServerEngine
-from taut.inference.weight_sync import Trained
+from taut.inference.settings import Sampling, ServerConfig
+from taut.inference.vllm import ServerEngine
+from taut.inference.weight_sync import TrainingModel
 from taut.inference.weight_transfer import CHANNELS, UNPICKLES
 from taut.models.load import load_tokenizer
 from taut.models.scorer import Scorer
@@ -44,8 +44,8 @@ def test_vllm_reloads_what_is_sent_by_its_routes(
     )
     model, tokenizer = loaded(real_model), load_tokenizer(str(real_model))
     renderer = Renderer(tokenizer)
-    prompt = Prompt("a", renderer.prompt_ids([{"role": "user", "content": "Name a colour."}]))
-    asked = Trained(Scorer(model), Ranks(0, 1, CPU), torch.float32)
+    prompt = Prompt("a", renderer.prompt_ids([{"role": "user", "content": "Name a color."}]))
+    asked = TrainingModel(Scorer(model), Ranks(0, 1, CPU), torch.float32)
     with served(real_model, tmp_path / "log", options, variables) as url:
         config = replace(ServerConfig(), {"retries": 0})
         engine = ServerEngine.open(url, config, tokenizer, renderer.stop_ids, 1024)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from hypothesis import example, given
@@ -103,6 +103,10 @@ def test_overrides_are_set_on_top_of_the_file(tmp_path: Path) -> None:
         ("freeze=[ *.mlp.*, /layers/a-b/ , ]", "freeze", ["*.mlp.*", "/layers/a-b/"]),
         ("train=[a.jsonl,b c.jsonl]", "train", ["a.jsonl", "b c.jsonl"]),
         ("out=[a,b]", "out", "[a,b]"),
+        ("freeze=q_proj", "freeze", ["q_proj"]),
+        ("freeze=.*(q|v)_proj", "freeze", [".*(q|v)_proj"]),
+        ('train={path = "b"}', "train", [Source(path="b")]),
+        ("train=[ab]*.jsonl", "train", "[ab]*.jsonl"),
         ("columns.prompt=question", "columns", {"prompt": "question"}),
         ("columns.prompt=1", "columns", {"prompt": "1"}),
     ],
@@ -117,6 +121,22 @@ def test_values_are_toml_or_else_text(override: str, name: str, value: object) -
 )
 def test_a_list_without_quotes_has_plain_items_only(raw: str) -> None:
     assert "expected a list" in refused(f"freeze={raw}", "out=x")
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (
+            "train=[{path=b,weight=2}]",
+            """texts in it need quotes; .*'train=[{path="b",weight=2}]'""",
+        ),
+        ("columns={prompt=question}", """a table, and .*'columns={prompt="question"}'"""),
+        ("train=[{path=b", "a bracket or a comma is wrong"),
+    ],
+)
+def test_a_list_or_table_that_is_none_is_no_text(raw: str, words: str) -> None:
+    first, _, last = words.partition(".*")
+    assert first in refused(raw, "out=x") and last in refused(raw, "out=x")
 
 
 @example("{}")
@@ -246,7 +266,7 @@ def test_describe_lists_every_key_with_its_documentation() -> None:
     rows = {row.key: row for row in describe(Root)}
     assert list(rows)[-2:] == ["batch.samples_per_step", "batch.tokens_per_microbatch"]
     assert rows["out"].default == "required"
-    assert rows["steps"][1:] == ("integer | none", "none", "")
+    assert rows["steps"][1:4] == ("integer | none", "none", "")
     assert rows["kind"].type == "linear | cosine"
     assert rows["train"].type == "string | list of (string | table)"
     assert rows["freeze"].default == "[]"
@@ -323,3 +343,24 @@ def test_changed_keys_are_those_that_differ_from_their_defaults() -> None:
     assert changed(config) == ["out", "freeze", "columns", "batch"]
     assert changed(config, ("batch", "rate", "freeze")) == ["batch", "freeze"]
     assert changed(Root(out="a", freeze=[], batch=Batch()), ("freeze", "batch", "columns")) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [("a b", "a b"), (True, "true"), (9.0, "9"), (["q"], '["q"]'), ({"a": 1}, '{"a": 1}')],
+)
+def test_a_key_that_nothing_reads_is_told_as_it_is_typed(value: Any, shown: str) -> None:
+    @configclass
+    class Table:
+        """One key."""
+
+        key: Any = None
+        """Any value."""
+        other: int = 0
+        """A number."""
+
+        rules: ClassVar[str] = "key needs other=1"
+
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(Table, {"key": value})
+    assert f"key={shown} with other=0: nothing reads it; expected other=1" in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from taut.cli import main
 from taut.errors import ModelError, OutOfMemory, redacted, redacted_in
 from taut.io.console import Printer
-from taut.train.log import LogConfig, RunLog, read_events
+from taut.train.log import RunLog, read_events
+from taut.train.settings import LogConfig
 
 SECRET = "hunter2"
 SCHEMES = (
@@ -31,6 +33,7 @@ URLS = [
     *(f"{scheme}://bob:{SECRET}@host:80/path" for scheme in SCHEMES),
     f"redis://:{SECRET}@host/0",
     f"https://{SECRET}@host/repository.git",
+    f"s3://AKIA:{SECRET}/with/slashes+@bucket/rows.jsonl",
     f"https://bob:{SECRET}@{SECRET}@host",
     f"http:/bob:{SECRET}@host/what/a/path/makes/of/it",
     f"https://host/x?token={SECRET}",
@@ -69,10 +72,80 @@ def test_the_secret_is_hidden_wherever_the_url_stands(url: str) -> None:
         "data.token_budget=3",
         "https://host/@user/post",
         "model=org/name@main; expected key=value",
+        "http://127.0.0.1:8000/v1/@x",
+        "mcp:env GITHUB_TOKEN=$GITHUB_TOKEN server --token $TOKEN",
+        "--max-tokens 5 --key-file a --keys 3 --token TOKEN",
+        "TOKENIZERS_PARALLELISM=false KEY_FILE=/a rollout.server.api_key_env=OPENAI_API_KEY",
+        "Authorization: found no token; expected Bearer and the server's token; send it",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
     assert redacted(text) == text
+
+
+COMMANDS = [
+    f"mcp:env GITHUB_TOKEN={SECRET} npx server",
+    f"mcp:env AWS_SECRET_ACCESS_KEY='{SECRET} {SECRET}' DEBUG=1 server",
+    f"agent:env MY_KEY={SECRET} python agent.py",
+    f"serve --api-key {SECRET} --port 1",
+    f"serve --token={SECRET} -v",
+    f'curl -H "Authorization: Bearer {SECRET}" http://host',
+    f"curl --header 'X-Api-Key: {SECRET}' http://host",
+    f"{{'api_key': '{SECRET}', 'n': 1}}",
+    f'{{"Authorization": "Basic {SECRET}"}}',
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_secret_of_a_command_is_hidden(command: str) -> None:
+    for text in (command, f"found {command!r}; expected", f"a {command} b"):
+        assert SECRET not in redacted(text), redacted(text)
+        assert "***" in redacted(text)
+    assert SECRET not in json.dumps(
+        redacted_in({"tools": [command], "argv": command.split(" ")[:1]})
+    )
+
+
+def test_words_of_a_command_and_tokens_of_services_are_hidden() -> None:
+    words = [
+        "serve",
+        "--hf-token",
+        SECRET,
+        "--key",
+        SECRET,
+        "--verbose",
+        "--key",
+        "$NAME",
+        "-n",
+        "1",
+    ]
+    hidden = [
+        "serve",
+        "--hf-token",
+        "***",
+        "--key",
+        "***",
+        "--verbose",
+        "--key",
+        "$NAME",
+        "-n",
+        "1",
+    ]
+    assert redacted_in(words) == hidden
+    for token in ("ghp_" + "a1" * 18, "sk-proj-" + "b2" * 20, "hf_" + "cD" * 17, "AKIA" + "E" * 16):
+        assert redacted(f"it says {token}.") == "it says ***."
+
+
+def test_a_long_text_is_searched_in_no_time() -> None:
+    for text in (
+        "--" + "a-" * 100_000,
+        "A_" * 100_000 + "KEY",
+        "http://" + "a:" * 100_000,
+        "key" * 100_000,
+    ):
+        began = time.process_time()
+        redacted(text)
+        assert time.process_time() - began < 2
 
 
 def test_errors_printed_lines_and_events_have_none(tmp_path: Path) -> None:

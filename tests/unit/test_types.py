@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.meta_device import META, watched
-from tests.tiny_samples import nested_family
+from tests.helpers.meta_device import META, watched
+from tests.helpers.tiny_samples import nested_family
 
 from taut.data.packing import ALONE, pack
 from taut.types import to_device, to_host

@@ -2,6 +2,7 @@
 
     python tests/versions/run.py --write              both ends on each Python; then the table of docs/install.md
     python tests/versions/run.py --end oldest --python 3.11       a part of that
+    python tests/versions/run.py --quick              with few cases of what is slow, as .ci/run does
 
 The oldest end has each package in the first version that pyproject.toml allows, the newest has what pip finds. Each end
 has an environment of its own in .cache/versions, 6 GB of it CUDA's libraries where the index has no other build of
@@ -36,7 +37,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 ENDS = ("oldest", "newest")
 UNUSED = ("rl", "video", "data", "compressed", "lm-eval", "s3", "gym", "mcp", "ray")
 """The extras in ``dev`` whose packages the tests below do not need."""
-TOOLS = ("pytest", "hypothesis")
+TOOLS = ("pytest", "pytest-xdist", "hypothesis")
 """The packages of the extra ``dev`` that the tests below need."""
 SHOWN = ("torch", "transformers", "peft", "datasets", "numpy")
 CHOSEN = (
@@ -45,20 +46,22 @@ CHOSEN = (
     "tests/invariants/test_generation.py",
     "tests/unit/attention/test_backends.py",
     "tests/invariants/test_vision.py",
-    "tests/unit/models/test_lora.py::test_adapter_equals_merged_equals_reloaded",
+    "tests/unit/models/lora/test_adapters.py::test_adapter_equals_merged_equals_reloaded",
     "tests/invariants/test_ranks.py::test_a_rank_reads_its_part_and_saves_a_layer_at_a_time",
     "tests/invariants/test_compiled_layers.py::test_compiled_layers_equal_eager_ones[llama-adapted]",
-    "tests/unit/models/test_frozen.py::test_the_library_reads_each_weight_in_its_dtype",
-    "tests/unit/models/test_frozen.py::test_a_module_trained_whole_goes_on_with_the_numbers_it_was_saved_with",
-    "tests/unit/models/test_quantised.py::test_two_steps_of_nf4_are_those_of_transformers_and_peft",
+    "tests/unit/models/quantized/test_frozen_storage.py::test_the_library_reads_each_weight_in_its_dtype",
+    "tests/unit/models/quantized/test_frozen_storage.py::test_a_module_trained_whole_goes_on_with_the_numbers_it_was_saved_with",
+    "tests/unit/models/quantized/test_quantized_layers.py::test_two_steps_of_nf4_are_those_of_transformers_and_peft",
     "tests/unit/train/test_sharded.py",
     "tests/unit/train/test_updates.py::test_muon_equals_its_reference",
     "tests/unit/train/test_checkpoint.py",
-    "tests/unit/test_capabilities.py",
-    "tests/unit/test_extras.py::test_a_version_below_the_range_is_refused",
+    "tests/unit/io/test_capabilities.py",
+    "tests/unit/io/test_extras.py::test_a_version_below_the_range_is_refused",
     "tests/unit/models/test_vision_models.py::test_a_scalar_head_sees_pictures_and_is_saved_for_the_library",
-    "tests/unit/commands/test_export.py::test_the_library_reads_back_the_same_logits_and_ids",
+    "tests/tools/export/test_export.py::test_the_library_reads_back_the_same_logits_and_ids",
 )
+WHOLE = "tests/golden/test_picture.py::test_a_run_is_as_in_the_picture"
+"""Of this function each case runs with ``--quick`` too; of others as many as in ``make test``, one at least."""
 LEFT_OUT = "tests/unit/attention/test_backends.py::test_flex_forward_equals_dense"
 """torch 2.15 fails within its own wrapper of a flex_attention that is not compiled, at the second shape. Only tests run
 one, on a CPU.
@@ -72,7 +75,7 @@ NEEDING = {
         "tests/unit/models/test_vision_models.py::test_a_scalar_head_sees_pictures_and_is_saved_for_the_library",
     ),
     "a model read from GGUF": (
-        "tests/unit/commands/test_export.py::test_the_library_reads_back_the_same_logits_and_ids",
+        "tests/tools/export/test_export.py::test_the_library_reads_back_the_same_logits_and_ids",
     ),
 }
 """Capability -> those of them that are left out where it is lacking."""
@@ -108,13 +111,25 @@ def main() -> int:
     parser.add_argument("--end", choices=ENDS, action="append", help="both, unless named")
     parser.add_argument("--python", choices=PYTHONS, action="append", help="all, unless named")
     parser.add_argument("--write", action="store_true", help="write the table")
+    parser.add_argument("--quick", action="store_true", help="fewer cases of what takes long")
     parser.add_argument("--keep", action="store_true", help="leave the environments")
+    parser.add_argument(
+        "--after",
+        type=Path,
+        metavar="FILE",
+        help="install taut when FILE is there: no two builds of it write in src at once",
+    )
+    parser.add_argument(
+        "--tests-after", type=Path, metavar="FILE", help="begin the tests when FILE is there"
+    )
     parser.add_argument(
         "--as-available",
         action="store_true",
         help="skip an end that the package index does not have",
     )
     options = parser.parse_args()
+    if options.quick and options.write:
+        parser.error("the table is written of all that is chosen: leave out --quick or --write")
     tested, skipped = [], {}
     for name in options.python or PYTHONS:
         python = find_python(name)
@@ -124,7 +139,7 @@ def main() -> int:
             continue
         for end in options.end or ENDS:
             try:
-                tested.append(test(python, name, end, keeps=options.keep))
+                tested.append(test(python, name, end, options))
             except Unavailable as error:
                 if not options.as_available:
                     raise
@@ -153,19 +168,23 @@ def find_python(name: str) -> str | None:
     return None
 
 
-def test(python: str, name: str, end: str, *, keeps: bool) -> Tested:
-    """Make the environment of one end, and run what was chosen in it."""
+def test(python: str, name: str, end: str, options: argparse.Namespace) -> Tested:
+    """Make the environment of one end, and run what was chosen in it, two tests at a time."""
     place = PLACE / f"{name}-{end}"
     own = str(place / "bin" / "python")
     start = time.monotonic()
-    install(python, own, place, end)
+    install(python, own, place, end, options.after)
     ready = time.monotonic()
+    wait_for(options.tests_after)
+    began = time.monotonic()
     about = json.loads(output(own, "-c", ABOUT, *SHOWN))
     lacking: list[str] = about["lacking"]
     left_out = [name for capability in lacking for name in NEEDING.get(capability, ())]
     print(f"{name} {end}: {about['versions']}; lacking: {lacking or 'nothing'}", flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    words = ["-q", "--tb=short", "-p", "no:cacheprovider", *CHOSEN]
+    words = ["-q", "-n", "2", "--tb=short", "-p", "no:cacheprovider", *CHOSEN]
+    quick = ["-m", "not slow", "--min-cases=1", f"--all-cases-of={WHOLE}"]
+    words += quick if options.quick else []
     words += [f"--deselect={name}" for name in [LEFT_OUT, *left_out]]
     ran = subprocess.run(
         [own, "-m", "pytest", *words],
@@ -179,10 +198,10 @@ def test(python: str, name: str, end: str, *, keeps: bool) -> Tested:
     counted = re.search(r"(\d+) passed", ran.stdout)
     ended = time.monotonic()
     print(
-        f"{name} {end}: {ready - start:.0f} s to install, {ended - ready:.0f} s of tests",
+        f"{name} {end}: {ready - start:.0f} s to install, {ended - began:.0f} s of tests",
         flush=True,
     )
-    if not keeps:
+    if not options.keep:
         shutil.rmtree(place)
     passed = int(counted[1]) if counted else 0
     return Tested(name, end, about["versions"], passed, lacking, ran.returncode == 0)
@@ -191,7 +210,7 @@ def test(python: str, name: str, end: str, *, keeps: bool) -> Tested:
 ABOUT = """
 import json, sys
 from importlib.metadata import version
-from taut.capabilities import CAPABILITIES, lack
+from taut.io.capabilities import CAPABILITIES, lack
 print(json.dumps({
     "versions": {name: version(name) for name in sys.argv[1:]},
     "lacking": [name for name in CAPABILITIES if lack(name)],
@@ -199,8 +218,10 @@ print(json.dumps({
 """
 
 
-def install(python: str, own: str, place: Path, end: str) -> None:
-    """The environment with taut in it, editable; what is there already is left as it is."""
+def install(python: str, own: str, place: Path, end: str, after: Path | None) -> None:
+    """The environment with taut in it, editable; what is there already is left as it is. Few of the modules are ever
+    imported, so that the bytecode is left to whoever imports one.
+    """
     place.parent.mkdir(parents=True, exist_ok=True)
     if not place.exists():
         output(python, "-m", "venv", str(place))
@@ -209,12 +230,20 @@ def install(python: str, own: str, place: Path, end: str) -> None:
     lines = [f"{name}=={oldest}" for name, oldest in ranges.items()] if end == "oldest" else []
     limits.write_text("".join(f"{line}\n" for line in lines))
     pip = [own, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-qq"]
+    pip += ["--no-compile"]
     build = os.environ.get("TORCH", "torch").split()
     newest = ["--upgrade"] if end == "newest" else []
     fetch(*pip, *newest, "--constraint", str(limits), *build)
+    wait_for(after)
     tools = [name for name in ranges if name in TOOLS]
     taut = f".[{','.join(extras())}]"
     fetch(*pip, "--constraint", str(limits), "--editable", taut, *tools)
+
+
+def wait_for(path: Path | None) -> None:
+    """Until a file is there."""
+    while path is not None and not path.exists():
+        time.sleep(1)
 
 
 def fetch(*words: str) -> None:
@@ -236,7 +265,7 @@ def bounds() -> Iterator[tuple[str, str]]:
     project = project_table()
     optional = project["optional-dependencies"]
     lines = [*project["dependencies"], *(line for name in extras() for line in optional[name])]
-    lines += [line for line in optional["dev"] if line.startswith(TOOLS) and "xdist" not in line]
+    lines += [line for line in optional["dev"] if line.startswith(TOOLS)]
     for line in lines:
         name, _, oldest = line.partition(";")[0].strip().partition(">=")
         yield name, oldest

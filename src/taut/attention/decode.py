@@ -295,7 +295,7 @@ class Rectangle:
         return out.index_select(0, self._indices[1]), lse.index_select(0, self._indices[1])
 
     def _prepare(self, like: Tensor) -> None:
-        """What is the same in every layer: the mask, and which rows are at which place."""
+        """Prepare the values that all layers read: the mask, and which rows are at which place."""
         self._is_ready = True
         places = range(next(iter(self.sizes)), next(reversed(self.sizes)) + 1)
         least = min(self.firsts.values())
@@ -324,7 +324,7 @@ class Decoding:
                 start = self.owns.pop()[1]
             self.owns.append((group.own, start, stop))
         self._rectangles: dict[int | None, list[Rectangle]] = {}
-        """Those over stretches, by window."""
+        """The rectangles over stretches, by window."""
 
     def advance(self, is_live: Sequence[bool]) -> None:
         """Count the tokens that the step has added, and drop the completions that it has ended."""
@@ -336,7 +336,7 @@ class Decoding:
             group.num_rows = sum(is_live[start:stop])
 
     def place_of(self, row: int) -> tuple[Own, int]:
-        """What has the tokens of a completion, and which row it is there."""
+        """The ``Own`` that has the tokens of a completion, and its row there."""
         own, start = next((own, start) for own, start, stop in self.owns if start <= row < stop)
         return own, row - start
 
@@ -374,7 +374,7 @@ class Decoding:
         return zip(self.groups, list(pairwise(bounds)), strict=True)
 
     def _over_stretches(self, window: int | None) -> list[Rectangle]:
-        """The rectangles over stretches; neighbours that see the same keys count as one."""
+        """The rectangles over stretches; neighbors that see the same keys count as one."""
         if window in self._rectangles:
             return self._rectangles[window]
         found: list[Rectangle] = []
@@ -405,7 +405,7 @@ def _first_visible(distance: int, window: int | None) -> int:
 
 
 def _hidden(starts: Sequence[int], length: int, like: Tensor) -> Tensor:
-    """What is added to the scores [members, heads, queries, length]: -inf before each member's start, else 0."""
+    """Mask to add to the scores [members, heads, queries, length]: -inf before each member's start, else 0."""
     at = torch.arange(length, device=like.device)
     is_before = at < torch.tensor(starts, device=like.device)[:, None]
     mask = torch.zeros(is_before.shape, dtype=like.dtype, device=like.device)
@@ -418,7 +418,12 @@ def _part(
     """Attention over some of the keys, and its log-sum-exp: every query sees every key that is not ``hidden``."""
     is_flash = call.softcap is None and query.shape[-1] == value.shape[-1]
     if is_flash and hidden is None and has_flash(query):
-        return _flash(query, key, value, call.scale)
+        # FlashAttention reads keys and values once and where they are; it has the tokens before the heads
+        heads = (x.transpose(1, 2) for x in (query, key, value))
+        sizes = query.shape[2], key.shape[2]
+        flash = torch.ops.aten._flash_attention_forward
+        out, lse, *_ = flash(*heads, None, None, *sizes, 0.0, False, False, scale=call.scale)
+        return out.transpose(1, 2), lse  # log-sum-exp in float32
     if is_flash and query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = kernel(query, key, value, 0.0, False, attn_mask=hidden, scale=call.scale)
@@ -433,16 +438,6 @@ def has_flash(query: Tensor) -> bool:
     if device.type != "cuda" or not is_narrow or size > 256 or size % 8:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Through FlashAttention, which reads the keys and values once and where they are; log-sum-exp in float32."""
-    # the kernel has the tokens before the heads
-    heads = (x.transpose(1, 2) for x in (query, key, value))
-    sizes = query.shape[2], key.shape[2]
-    kernel = torch.ops.aten._flash_attention_forward
-    out, lse, *_ = kernel(*heads, None, None, *sizes, 0.0, False, False, scale=scale)
-    return out.transpose(1, 2), lse
 
 
 def _explicit(

@@ -33,7 +33,7 @@ class Extension:
     kept: Sequence[Mapping[nn.Module, KeysValues]]
     """Keys and values by layer."""
     order_T: Tensor
-    """int64: where each token's are, among the kept ones one after another, and the new ones after those."""
+    """int64: index of each token's keys and values in the concatenation of all kept ones and the new ones."""
     _rows: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class Extension:
 
     @property
     def num_tokens(self) -> int:
-        """Those that are computed."""
+        """Number of tokens that are computed."""
         return self._rows.numel()
 
     def attend(

@@ -51,7 +51,7 @@ class Blocks(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What a micro-batch's mask is made of, for one window."""
+    """The tensors from which a micro-batch's mask is computed, for one window."""
 
     reach_T: Tensor
     last_T: Tensor | None

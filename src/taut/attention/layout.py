@@ -13,7 +13,7 @@ function. A keyword that changes the maths is in ``Call``; one that is known to 
 other is refused, never dropped. Attention dropout is refused: noise would depend on the layout.
 
 Attention functions read a ``Layout``, and the last layer, which leaves out tokens that nobody reads
-(models/faster_layers.py).
+(models/cpu/faster_layers.py).
 """
 
 from __future__ import annotations
@@ -95,13 +95,16 @@ class Layout:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The segments in flat order. Asserts laminarity: k < k' < reach[k] implies reach[k'] <= reach[k]."""
+        # a segment begins where reach changes
         starts = np.flatnonzero(np.diff(self.reach_T, prepend=-1))
         stops = np.append(starts[1:], self.reach_T.size)
         segments: list[Segment] = []
         open_segments: list[int] = []
         for index, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+            # close the segments whose subtree ends before this one
             while open_segments and segments[open_segments[-1]].reach <= start:
                 open_segments.pop()
+            # the innermost open segment is the parent, and this one ends inside it
             reach = int(self.reach_T[start])
             parent = open_segments[-1] if open_segments else -1
             above = segments[parent].reach if open_segments else self.reach_T.size
@@ -134,9 +137,12 @@ class Layout:
 
     def visible(self, query: IntArray, key: IntArray, window: int | None = None) -> Tensor:
         """bool [len(query), len(key)]: which keys (flat indices) each query (flat indices) sees."""
+        # a token sees itself and the earlier tokens in whose subtree it lies
         causal = (key[None, :] <= query[:, None]) & (query[:, None] < self.reach_T[key][None, :])
+        # in a block that sees itself both ways, also the later ones of the block
         if self.last_T is not None:
             causal |= self.last_T[query][:, None] == self.last_T[key][None, :]
+        # of these the ones in the window, by depth
         if window:
             causal &= self.depth_T[query][:, None] - self.depth_T[key][None, :] < window
         return torch.from_numpy(causal)
@@ -194,6 +200,7 @@ def read_call(module: nn.Module, head_dim: int, keywords: Mapping[str, Any]) -> 
     window, softcap, sinks = (
         options.pop(name, None) for name in ("sliding_window", "softcap", "s_aux")
     )
+    # a keyword that is neither read above nor known to change nothing is refused, never dropped
     unknown = sorted(set(options) - HARMLESS)
     if unknown:
         raise AttentionError(

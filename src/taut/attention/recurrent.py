@@ -58,8 +58,8 @@ def _predecessors(layout: Layout, width: int) -> list[tuple[Tensor, Tensor, Tens
     """For j = 1 .. width - 1: the tokens whose j-th predecessor on their path is not j places before them, those
     predecessors, and the tokens that have none.
     """
-    made: list[tuple[Tensor, Tensor, Tensor]] | None = layout.cache.get(("predecessors", width))
-    if made is None:
+    found: list[tuple[Tensor, Tensor, Tensor]] | None = layout.cache.get(("predecessors", width))
+    if found is None:
         every_T = np.arange(layout.num_tokens)
         one_back_T = every_T - 1
         for segment in layout.segments:
@@ -72,9 +72,9 @@ def _predecessors(layout: Layout, width: int) -> list[tuple[Tensor, Tensor, Tens
             rows = np.flatnonzero((back_T >= 0) & (back_T != every_T - back))
             parts += [rows, back_T[rows], np.flatnonzero(back_T < 0)]
         tensors = to_device([torch.from_numpy(part) for part in parts], layout.device)
-        made = list(zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True))
-        layout.cache["predecessors", width] = made
-    return made
+        found = list(zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True))
+        layout.cache["predecessors", width] = found
+    return found
 
 
 # -- the gated delta rule --------------------------------------------------------------------------
@@ -88,12 +88,12 @@ def gated_delta_rule(
     beta_TH: Tensor,
     layout: Layout,
     *,
-    normalise: bool,
+    normalize: bool,
 ) -> Tensor:
     """o [T, H, V] in the dtype of ``value_THV``; computed in float32, or in float64 where that is its dtype.
 
-    ``decay_TH``: g, at most 0. ``normalise``: whether each query and key is divided by its length. Where queries and
-    keys have fewer heads than values, each serves as many neighbouring ones.
+    ``decay_TH``: g, at most 0. ``normalize``: whether each query and key is divided by its length. Where queries and
+    keys have fewer heads than values, each serves as many neighboring ones.
     """
     wide, num_heads = torch.promote_types(value_THV.dtype, torch.float32), value_THV.shape[1]
     chunks = _chunks(layout)
@@ -105,7 +105,7 @@ def gated_delta_rule(
     with torch.autocast(value_THV.device.type, enabled=False):
         query, key, value = map(split, (query_THK, key_THK, value_THV))  # [M, H, C, K or V]
         decay, beta = split(decay_TH[..., None]), split(beta_TH[..., None])  # [M, H, C, 1]
-        if normalise:
+        if normalize:
             query, key = _unit(query), _unit(key)
         query = query * query.shape[-1] ** -0.5
         total = decay.cumsum(dim=2)  # c
@@ -195,16 +195,15 @@ def _scan(
 
 def _chunks(layout: Layout) -> _Chunks:
     """The chunks of a layout, made once for a micro-batch."""
-    made: _Chunks | None = layout.cache.get("chunks")
-    if made is None:
-        made = layout.cache["chunks"] = _make_chunks(layout)
-    return made
+    chunks: _Chunks | None = layout.cache.get("chunks")
+    if chunks is None:
+        chunks = layout.cache["chunks"] = _make_chunks(layout)
+    return chunks
 
 
 def _make_chunks(layout: Layout) -> _Chunks:
-    levels: list[
-        list[tuple[int, int, int]]
-    ] = []  # start, stop, place of the one before in the level above
+    # chunks by depth: start, stop, place of the one before in the level above
+    levels: list[list[tuple[int, int, int]]] = []
     lasts: list[tuple[int, int]] = []  # of each segment its last chunk: level, place in it
     for segment in layout.segments:
         depth, place = lasts[segment.parent] if segment.parent >= 0 else (-1, -1)
@@ -215,6 +214,7 @@ def _make_chunks(layout: Layout) -> _Chunks:
             levels[depth].append((start, min(start + CHUNK, segment.stop), place))
             place = len(levels[depth]) - 1
         lasts.append((depth, place))
+    # rows of equal length, and the row of each token
     start_M, stop_M, _ = np.concatenate([np.array(level) for level in levels]).T
     size = int((stop_M - start_M).max())
     rows_MC = start_M[:, None] + np.arange(size)
@@ -225,14 +225,16 @@ def _make_chunks(layout: Layout) -> _Chunks:
         np.where(is_token_MC, rows_MC, layout.num_tokens).ravel(),
         row_of_token,
     ]
+    # which chunks of a level go on below it, and where their parents are
     for below in [*levels[1:], []]:
         above = np.array([place for _, _, place in below], dtype=np.int64)
         indices += np.unique(above, return_inverse=True)
+    # on the device, in one copy
     tokens, rows, *others = to_device([torch.from_numpy(part) for part in indices], layout.device)
     parents = [None, *others[1::2]]  # the last is of no level
-    made = tuple(
+    levels_on_device = tuple(
         _Level(len(level), parent, goes_on)
         for level, parent, goes_on in zip(levels, parents, others[::2], strict=False)
     )
     is_later = torch.ones(size, size, dtype=torch.bool, device=layout.device).triu(1)
-    return _Chunks(size, made, tokens, rows, is_later)
+    return _Chunks(size, levels_on_device, tokens, rows, is_later)

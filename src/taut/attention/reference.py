@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from taut.attention.layout import Call, Layout, Segment
+from taut.attention.layout import Call, Layout
 from taut.types import IntArray
 
 QUERY_CHUNK = 512
@@ -63,7 +63,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
         and query.shape[-1] == value.shape[-1]  # the flash kernel knows one head size
     )
     if is_plain and query.device.type == "cpu":
-        # the kernel reads heads at any strides, but takes the numbers of a row to be neighbours
+        # the kernel reads heads at any strides, but takes the numbers of a row to be neighbors
         query, key, value = (
             x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
         )
@@ -75,7 +75,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
 
 
 class Kind(Enum):
-    """What a part is of its run: tokens that see each other causally."""
+    """The place of a part in its run of tokens that see each other causally."""
 
     LAST = auto()
     """The run's last queries, and all its keys."""
@@ -139,7 +139,7 @@ def kernel_calls(layout: Layout, dtype: torch.dtype) -> list[KernelCall]:
 
 
 def read_of(layout: Layout) -> IntArray | None:
-    """The queries whose outputs are read, where not all are."""
+    """The queries whose outputs are read; None: all."""
     return layout.rows_read if layout.is_last else None
 
 
@@ -323,7 +323,11 @@ def path_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, ca
     for segment, path in zip(layout.segments, layout.paths, strict=True):
         for start in range(segment.start, segment.stop, QUERY_CHUNK):
             stop = min(start + QUERY_CHUNK, segment.stop)
-            keys = path[_key_range(segment, start, stop, layout, call.window)]
+            # the depths that these queries can see
+            least = segment.depth + start - segment.start
+            least = max(0, least - call.window + 1) if call.window else 0
+            end = stop if layout.last_T is None else int(layout.last_T[start:stop].max()) + 1
+            keys = path[least : segment.depth + end - segment.start]
             mask = layout.visible(np.arange(start, stop), keys, call.window).to(query.device)
             index = torch.from_numpy(keys).to(query.device)
             some_key = _repeat(key.index_select(2, index), groups)
@@ -337,15 +341,6 @@ def path_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, ca
                 out = _explicit(some_query, some_key, some_value, mask, call)
             outs.append(out)
     return torch.cat(outs, dim=2)
-
-
-def _key_range(
-    segment: Segment, start: int, stop: int, layout: Layout, window: int | None
-) -> slice:
-    """The depths that the queries [start, stop) of a segment can see."""
-    first = segment.depth + start - segment.start
-    end = stop if layout.last_T is None else int(layout.last_T[start:stop].max()) + 1
-    return slice(max(0, first - window + 1) if window else 0, segment.depth + end - segment.start)
 
 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, call: Call) -> Tensor:

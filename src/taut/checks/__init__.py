@@ -1,7 +1,7 @@
 """The checks of ``taut check``: questions about a run, asked before it costs anything.
 
-``quick`` checks are asked before each training. ``docs/check.md`` lists all of them; docs/cluster.md those of several
-machines (cluster.py), which are about processes and not about a session.
+``quick`` checks are asked before each training. ``docs/check.md`` lists all checks; docs/cluster.md lists the checks of
+several machines (cluster.py), which examine processes instead of a session.
 
 A new check is one function with ``@check`` in the file of its topic, and in ``tests/checks/faults`` a planted fault
 that it alone catches, with an innocent twin that it passes. A check about one method is skipped, with the reason, for
@@ -49,7 +49,7 @@ TOPICS = (
     run,
     rollouts,
 )
-"""Files of checks. Of two checks that could be asked next, the one of the earlier file is (``registry.merged``)."""
+"""Files of checks. If two checks could be asked next, the one in the earlier file is (``registry.merged``)."""
 CHECKS: dict[str, Check] = in_order(TOPICS)
 OF_NODES: dict[str, Check] = in_order((cluster,))
-"""The checks of several machines together, asked before those of the run."""
+"""Checks of several machines together, asked before the checks of the run."""

@@ -1,9 +1,9 @@
-"""Attention: that every layer calls the chosen one, that it is causal, keeps packed samples apart, and computes what
-the library's own attention computes for a sample alone; and that a reward model's scores are those of transformers' own
-class, with which people load the model.
+"""Attention: every layer calls the chosen kernel, which is causal, keeps packed samples apart, and computes the same as
+the library's own attention on a sample alone; and a reward model has the scores of the transformers class with which
+people load it.
 
-Changes are measured to rounding. A mean over a sample's targets (``drift``) is compared where two ways of computing
-differ by rounding anyway.
+Changes are measured up to rounding. The mean over a sample's targets (``drift``) is compared if two computations differ
+by rounding anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from taut.checks import measure
-from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if
 from taut.checks.session import Session, is_text, num_tokens
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.models import architecture
@@ -58,6 +58,7 @@ def every_layer_calls_the_attention(session: Session) -> Finding:
             remedy="the model does not use the library's attention interface throughout; train another model, and "
             "please report this one",
         )
+    # windows that the library would mask, and that no layer asks for by keyword
     windows = sorted(window for window in observed.windows_called if window is not None)
     not_called = observed.windows_masked - observed.windows_called - {None}
     if expected and not_called:
@@ -104,13 +105,10 @@ def layers_with_state_are_known(session: Session) -> Finding:
     )
     with session.inference(), observe(is_deaf=True):
         moved = measure.gap(session.forward(left)[1:], session.forward(right)[1:])
-    known = architecture.stateful_layers(session.scorer.model)
-    if known:
-        layers = ", ".join(known[:3])
-        runs = (
-            "samples run one at a time" if session.loaded.one_sample else "it follows each sample"
-        )
-        says = f"{len(known)} layers carry state ({layers}); {runs}"
+    if known := architecture.stateful_layers(session.scorer.model):
+        is_alone = session.loaded.one_sample is not None
+        runs = "samples run one at a time" if is_alone else "it follows each sample"
+        says = f"{len(known)} layers carry state ({', '.join(known[:3])}); {runs}"
         return passed(says, moved, unit)
     if moved > session.exact:
         with observe(is_deaf=True):
@@ -125,14 +123,13 @@ def layers_with_state_are_known(session: Session) -> Finding:
     return passed("tokens know of each other through attention alone", moved, unit)
 
 
-@check("attention.neighbour", after=["attention.state"])
+@check("attention.neighbor", after=["attention.state"])
 def packed_samples_do_not_see_each_other(session: Session) -> Finding:
     """Do packed samples not see each other?
 
-    A neighbour in the pack is replaced by another text of the same length.
+    A neighbor in the pack is replaced by another text of the same length.
     """
-    if session.loaded.one_sample is not None:
-        return skipped(f"nothing is packed: {session.loaded.one_sample}")
+    skip_if(session.loaded.one_sample, f"nothing is packed: {session.loaded.one_sample}")
     (first, second), quantity = session.pair, session.quantity
     changed = measure.replace_tokens(session, first, range(first.num_tokens))
     moved = measure.gap(session.packed[second.id], session.numbers([changed, second])[second.id])
@@ -146,17 +143,16 @@ def packed_samples_do_not_see_each_other(session: Session) -> Finding:
             remedy=f"{session.loaded.attention.name} does not keep samples apart in this model; set "
             "attention=reference, and please report the model",
         )
-    return passed("other words in a neighbour change nothing", moved, quantity.unit)
+    return passed("other words in a neighbor change nothing", moved, quantity.unit)
 
 
-@check("attention.positions", after=["vision.positions", "vision.neighbour"])
+@check("attention.positions", after=["vision.positions", "vision.neighbor"])
 def positions_begin_with_each_sample(session: Session) -> Finding:
     """Do positions restart with each packed sample?
 
-    Two samples packed are compared with each alone. Neighbours are known not to matter when this is asked.
+    Two samples packed are compared with each alone. Neighbors are known not to matter when this is asked.
     """
-    if session.loaded.one_sample is not None:
-        return skipped(f"nothing is packed: {session.loaded.one_sample}")
+    skip_if(session.loaded.one_sample, f"nothing is packed: {session.loaded.one_sample}")
     first, second = session.pair
     name, moved = measure.most_different(session.packed, session.alone)
     unit = session.unit_per_token
@@ -192,8 +188,8 @@ def kernels_of_the_library_agree(session: Session) -> Finding:
             f"the {many} of {second.id} alone differ by {apart:.3g} {unit} between {' and '.join(kernels)}",
             measured=(apart, unit),
             evidence=[f"at most {session.tolerance:g} is rounding in {session.dtype}"],
-            remedy="one of them drops what this model asks of attention (a softcap, a scale, a window); name the one "
-            "you serve with, compare it with the model's paper, and please report the model to transformers",
+            remedy="one of them drops a softcap, a scale or a window of this model; compare the kernel you serve with "
+            "to the model's paper, and please report the model to transformers",
         )
     is_cuda = session.ranks.device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
@@ -239,6 +235,7 @@ def _library_numbers(
         keywords["position_ids"] = packed.position_ids.unsqueeze(-2)
     if has_mask:
         keywords["attention_mask"] = torch.ones_like(ids)[None]
+    # the predictors of the last sample's targets
     last = samples[-1]
     at = torch.from_numpy(last.target_at_N - 1).to(ids.device) + (ids.numel() - last.num_tokens)
     with session.inference(), library_kernel(session, kernel):
@@ -254,7 +251,7 @@ def _library_numbers(
 
 @contextmanager
 def library_kernel(session: Session, kernel: str) -> Iterator[None]:
-    """The model with one of the library's own attention kernels."""
+    """Give the model one of the library's own attention kernels."""
     ours = architecture.text_config(session.model)._attn_implementation
     set_attention(session.model, kernel)
     try:
@@ -264,7 +261,7 @@ def library_kernel(session: Session, kernel: str) -> Iterator[None]:
 
 
 def library_numbers(session: Session, sample: Sample) -> Tensor:
-    """A sample alone by the library's own path: logprobs, or scores where it is read."""
+    """Compute a sample alone by the library's own path: logprobs, or scores at its reads."""
     compute = library_scalars if session.is_scalar else library_logps
     return compute(session.scorer.model, sample, session.ranks.device)
 
@@ -329,7 +326,7 @@ def a_shared_prefix_changes_nothing(session: Session) -> Finding:
 
 
 def _scored_samples(session: Session) -> list[Sample]:
-    """A few samples of the batch, as they are scored: at the end, or at the end of each step."""
+    """A few samples of the batch, scored as in training: at the end, or at the end of each step."""
     chosen: list[Sample] = []
     for sample in session.tree_samples:
         fits = num_tokens([*chosen, sample]) <= 192 and len(chosen) < 4
@@ -345,8 +342,7 @@ def a_score_does_not_depend_on_the_batch(session: Session) -> Finding:
     Alone, with others in either order, with a longer sample, and with its beginning shared.
     """
     skip_if(not session.is_scalar, "the model gives no scores")
-    if session.loaded.one_sample is not None:
-        return skipped(f"nothing is packed: {session.loaded.one_sample}")
+    skip_if(session.loaded.one_sample, f"nothing is packed: {session.loaded.one_sample}")
     samples = _scored_samples(session)
     longest = max(samples, key=lambda sample: sample.num_tokens)
     ids_T = np.concatenate([longest.ids_T, longest.ids_T[is_text(longest)]])

@@ -3,12 +3,12 @@
 The first rows are rendered, whole and turn by turn, on their own:
 
     chat.whole     the conversation rendered once
-    turn.prompt    the messages before an answer, with the generation prompt: what a server feeds the model
+    turn.prompt    the messages before an answer, with the generation prompt: the prompt that a server renders
     turn.row       the messages up to and with that answer
 
-Rendering here refuses no row, as rendering for training does: each check says what it finds. A bounded number of rows,
-turns and characters is looked at. What more than half of the rows have is a fault of the template; what a few have is a
-fault of those rows (``is_most``).
+Rendering for training refuses rows; rendering here does not, because each check reports its own fault. The number of
+rows, turns and characters is bounded. A fault in more than half of the rows is a fault of the template; a fault in a
+few is a fault of these rows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
+from transformers.utils.hub import cached_file
 
 from taut.checks.registry import (
+    MAX_EXAMPLES,
     Finding,
     check,
     failed,
@@ -36,19 +39,26 @@ from taut.checks.registry import (
     warned,
 )
 from taut.checks.session import GENERATED, Session, once
-from taut.data.chat_template import PROBE, Ids, Template, Text, checked, common_length
-from taut.data.messages import Completion, Conversation, Document, Message, RowForm, text_of
+from taut.data.render.chat_template import PROBE, Ids, Template, Text, checked, common_length
+from taut.data.render.render import CLOSED, OPENED, THINKING
+from taut.data.render.written import CLOSE, thought_of
+from taut.data.rows.messages import (
+    THOUGHTS,
+    Completion,
+    Conversation,
+    Document,
+    Message,
+    RowForm,
+    text_of,
+)
 from taut.errors import RenderError
+from taut.io import hub
 from taut.io.console import counted
 from taut.types import Sample
 
 ROWS = 16
-"""Rows that are decoded or rendered as samples."""
-SHOWN = 3
-"""Lines of evidence."""
+"""Number of rows to decode or to render as samples."""
 NO_CHATS = "no row is a conversation"
-REASONING = ("reasoning_content", "reasoning", "thinking")
-OPEN, CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Turn:
 
     @property
     def written(self) -> str:
-        """What the template writes after the prompt; empty if the prompt is not the row's beginning."""
+        """The text that the template writes after the prompt; empty if the row does not begin with the prompt."""
         return self.row.text.removeprefix(self.prompt.text) if self.is_prefix else ""
 
     @property
@@ -85,27 +95,30 @@ class Chat:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """The functions that its messages call."""
+        """Calls of functions in its messages."""
         messages = self.row.messages
         return [call["function"] for message in messages for call in message.get("tool_calls", ())]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The rows that were looked at."""
+    """Rendered rows of the training data."""
 
     chats: tuple[Chat, ...]
     turns: tuple[Turn, ...]
     """The turns of all chats; a prompt with its completion is one too."""
     refused: Sequence[RenderError]
-    """Why the template does not take a conversation, for each that it refuses."""
+    """The template's reason for each conversation that it refuses."""
     documents: Sequence[Text]
     ids_of: Mapping[Text, Ids]
+    apart: frozenset[str] = frozenset()
+    """Places of turns that are learned after the prompt although it does not begin their row, or although the template
+    does not write their thought (``render.py``)."""
 
 
 @once
 def rendered(session: Session) -> Rendered:
-    """The first rows of the training data, rendered."""
+    """Render the first rows of the training data."""
     template = session.language.renderer.template
     chats: list[Chat] = []
     turns: list[Turn] = []
@@ -134,13 +147,30 @@ def rendered(session: Session) -> Rendered:
             room -= len(row.text)
         if room < 0:
             break
+    # all texts in one call: ids of each, whole and in parts
     texts = [chat.whole for chat in chats] + documents
     texts += [text for turn in turns for text in (turn.prompt, turn.row)]
-    return Rendered(tuple(chats), tuple(turns), refused, documents, template.encode(texts))
+    ids_of = template.encode(texts)
+    apart: set[str] = set()
+    for chat in chats:
+        # a turn is learned after its prompt if the row does not begin with it, or lacks the turn's thought
+        odd = []
+        for turn in chat.turns:
+            prompt_ids = ids_of[turn.prompt]
+            is_prefix = ids_of[turn.row][: len(prompt_ids)] == prompt_ids
+            if not is_prefix or _reasoning(turn.message) not in turn.row.text:
+                odd.append(turn.place)
+        if odd:
+            try:
+                session.language.renderer.render(chat.row)
+            except RenderError:
+                continue
+            apart.update(odd)
+    return Rendered(tuple(chats), tuple(turns), refused, documents, ids_of, frozenset(apart))
 
 
 def _chats(session: Session) -> tuple[Chat, ...]:
-    """The rows that are conversations; a check that needs them is skipped where there are none."""
+    """The rows that are conversations. Skips the check if there are none."""
     skip_if(not rendered(session).chats, NO_CHATS)
     return rendered(session).chats
 
@@ -156,13 +186,13 @@ def _rendered_chat(row: Conversation, template: Template) -> Chat:
         until = whole
         if index + 1 < len(row.messages):
             until = template.apply_to(row, with_answer, placed=placed)
-        turns.append(Turn(place, index, row.messages[index], prompt, until))
-    return Chat(row, whole, tuple(turns))
+        turns.append(Turn(place, index, row.messages[index], _bare(prompt), _bare(until)))
+    return Chat(row, _bare(whole), tuple(turns))
 
 
-def is_most(some: Sequence[object], of: int) -> bool:
-    """More than half."""
-    return 2 * len(some) > of
+def _bare(text: Text) -> Text:
+    """The text without marks, as a server reads it."""
+    return replace(text, text=text.words)
 
 
 def short_place(place: str) -> str:
@@ -179,26 +209,22 @@ def quoted(text: str, most: int = 60) -> str:
 
 
 def _normal(text: str) -> str:
-    """For comparing what a tokenizer gives back: many normalise Unicode, which loses nothing."""
+    """Normalize text for comparing decoded text: many tokenizers normalize Unicode, which loses nothing."""
     return unicodedata.normalize("NFKC", text)
 
 
 def _reasoning(message: Message) -> str:
     """The reasoning before an answer, from a field of its own or between tags; empty if there is none."""
-    for key in REASONING:
-        if message.get(key, "").strip():
-            return str(message[key]).strip()
-    before, close, _ = text_of(message["content"]).partition(CLOSE)
-    return before.rpartition(OPEN)[2].strip() if close else ""
+    return thought_of(message)[0]
 
 
 def _answer(message: Message) -> str:
-    """An assistant's words without its reasoning."""
+    """The words of an assistant's message without its reasoning."""
     return text_of(message["content"]).rpartition(CLOSE)[2].strip()
 
 
 def _texts(message: Message) -> list[str]:
-    """A message's words; if it has pictures, those between them."""
+    """The words of a message; if it has pictures, the words between them."""
     content = message["content"]
     if isinstance(content, str):
         return [content]
@@ -220,9 +246,10 @@ def the_template_takes_the_rows(session: Session) -> Finding:
     One row that is refused is left to ``data.rows``; most of them are not.
     """
     chats, refused = rendered(session).chats, rendered(session).refused
+    template = session.language.renderer.template
     number = len(chats) + len(refused)
     skip_if(not number, NO_CHATS)
-    if is_most(refused, number):
+    if 2 * len(refused) > number:
         says, remedy = split_error(refused[0])
         place, _, reason = says.partition(": ")
         return failed(
@@ -231,37 +258,52 @@ def the_template_takes_the_rows(session: Session) -> Finding:
             evidence=[f"{short_place(place)}: {reason}"],
             remedy=remedy,
         )
-    return passed("the template takes them", len(chats), f"of {number} rows")
+    unread = Counter(
+        name for chat in chats for name in template.unread(chat.row.template_variables)
+    )
+    notes = [f"not read: chat_template_kwargs.{name} of {num} rows" for name, num in unread.items()]
+    return passed("the template takes them", len(chats), f"of {number} rows", notes)
 
 
 MARK = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>|\[/?INST\]")
-"""How templates write who speaks and where turns end."""
+"""Marks by which templates write roles and the ends of turns."""
 
 
 @check("template.lossless", after=["template.takes"])
 def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     """Does the tokenizer keep the text: ids read back as what was rendered?
 
-    Unicode normalisation and a space in front are no loss.
+    Unicode normalization and a space in front are no loss.
     """
     rows = rendered(session)
     texts = [chat.whole for chat in rows.chats]
     texts += [turn.row for turn in rows.turns if not turn.row.is_rendering]
     texts = [*texts, *rows.documents][:ROWS]
     skip_if(not texts, "no row could be rendered")
+    added = session.tokenizer.added_tokens_decoder.values()
+    swallowing = [token for token in added if token.lstrip or token.rstrip]  # in serving too
+
+    def bare(words: str) -> str:
+        for token in swallowing:
+            before, after = r"\s*" * token.lstrip, r"\s*" * token.rstrip
+            words = token.content.join(
+                re.split(f"{before}{re.escape(token.content)}{after}", words)
+            )
+        return _normal(words)
+
     lost = []
     for text in texts:
         decoded = session.tokenizer.decode(
             rows.ids_of[text], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        before, after = _normal(text.text).strip(), _normal(str(decoded))
+        before, after = bare(text.text).strip(), bare(str(decoded))
         if before not in after:
             lost.append((before, after.strip()))
-    if is_most(lost, len(texts)):
+    if 2 * len(lost) > len(texts):
         return failed(
             f"the ids of {len(lost)} of {len(texts)} rows read back as another text",
             measured=(len(lost), f"of {len(texts)} rows"),
-            evidence=[_becomes(*pair) for pair in lost[:SHOWN]],
+            evidence=[_becomes(*pair) for pair in lost[:MAX_EXAMPLES]],
             remedy="the tokenizer loses what the rows say (its normalizer, or characters it has no token for); use one "
             "that keeps text, or prepare the rows as the model expects them",
         )
@@ -270,7 +312,7 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     id_of = session.tokenizer.backend_tokenizer.token_to_id
     pieces = [mark for mark in marks if id_of(mark) is None]  # made for another tokenizer
     if pieces:
-        notes.append(f"written in pieces, being no tokens: {' '.join(pieces[:SHOWN])}")
+        notes.append(f"written in pieces, being no tokens: {' '.join(pieces[:MAX_EXAMPLES])}")
     return passed("ids read back as the text", len(texts) - len(lost), "rows", notes)
 
 
@@ -286,37 +328,89 @@ def _becomes(text: str, decoded: str) -> str:
     return f"{quoted(text)} becomes {quoted(decoded)}"
 
 
+@check("template.tokenizer", after=["template.takes"])
+def the_ids_are_those_of_tokenizer_json(session: Session) -> Finding:
+    """Are the ids those of the model's tokenizer.json, which some servers read without the tokenizer's class?"""
+    rows, added = rendered(session), session.run.tokens.add
+    name, revision = hub.pinned(session.run.model)
+    path = cached_file(
+        name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **revision
+    )
+    texts = [text for text in rows.ids_of if not any(token in text.text for token in added)][:ROWS]
+    if path is None or not texts:
+        return skipped("no row could be rendered, or the model has no tokenizer.json")
+    file, differ = Tokenizer.from_file(path), []
+    # the file's own tokenizer, as servers in other languages read it
+    file.no_truncation()
+    file.no_padding()
+    for text in texts:
+        ids = rows.ids_of[text]
+        others = file.encode(text.text, add_special_tokens=not text.is_rendering).ids
+        if ids != others:
+            at = common_length(ids, others)
+            parts = ids[max(0, at - 8) : at], ids[at : at + 1], others[at : at + 1]
+            words = [quoted(str(session.tokenizer.decode(part))) for part in parts]
+            differ.append("after {} comes {}, and of the file {}".format(*words))
+    if not differ:
+        return passed("the ids of tokenizer.json", len(texts), "texts")
+    return warned(
+        f"{type(session.tokenizer).__name__} makes other ids of {len(differ)} of {len(texts)} than tokenizer.json",
+        measured=(len(differ), f"of {len(texts)} texts"),
+        evidence=differ[:MAX_EXAMPLES],
+        remedy="the run trains and saves those of the class; if the model knows those of the file, set "
+        "tokenizer_class=TokenizersBackend in tokenizer_config.json (qwen2 ignores it)",
+    )
+
+
 @check("template.markup", after=["template.takes"])
 def messages_have_no_special_tokens(session: Session) -> Finding:
-    """Are the messages free of the special tokens that the template itself writes?
+    """Are the messages free of control tokens, which a server takes for the template's own?
 
     In a conversation that was rendered before they are there twice.
     """
-    chats, tokenizer = _chats(session), session.tokenizer
-    added = tokenizer.added_tokens_decoder.values()
-    special = [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
-    wanted = {*session.run.tokens.add, ""}  # tokens that were made for the messages
-    tokens = [token for token in dict.fromkeys(special) if token not in wanted]
-    places: list[tuple[str, str, str]] = []  # token, row, words around it
+    chats, template = _chats(session), session.language.renderer.template
+    pattern = template.control_tokens.of_turns
+    wanted = () if template.is_as_text else session.run.tokens.add  # made for the messages
+    tokens, places = Counter[str](), list[str]()
     for chat in chats:
+        where: list[str] = []
         for index, message in enumerate(chat.row.messages):
-            words = text_of(message["content"])
-            token = next((token for token in tokens if token in words), None)
-            if token is not None:
-                at = words.index(token)
-                around = quoted(words[max(0, at - 20) : at + 40])
-                places.append((token, chat.place, f"messages[{index}]: {around}"))
-                break
-    if is_most(places, len(chats)):
-        return failed(
-            f"{places[0][0]} is written in the messages of {len(places)} of {len(chats)} rows",
-            measured=(len(places), f"of {len(chats)} rows"),
-            evidence=[f"{place}: {where}" for _, place, where in places[:SHOWN]],
-            remedy="the rows seem to be rendered already, and the template would be there twice; give plain messages, "
-            "or the rendered text in a column text",
+            more = [message[key] for key in (*THOUGHTS, "tool_calls") if key in message]
+            for words in (*_texts(message), json.dumps(more, ensure_ascii=False)):
+                for hit in pattern.finditer(words):
+                    if hit[0] not in wanted:
+                        tokens[hit[0]] += 1
+                        around = quoted(words[max(0, hit.start() - 20) : hit.start() + 40])
+                        where.append(f"{chat.place}: messages[{index}]: {around}")
+        places += where[:1]
+    unit = f"of {len(chats)} rows"
+    if not places:
+        return passed("no special token in the messages' words", 0, unit)
+    says = f"{' '.join([*tokens][:MAX_EXAMPLES])} in the messages of {len(places)} {unit} is trained as "
+    measured, evidence = (len(places), unit), places[:MAX_EXAMPLES]
+    if template.is_as_text:
+        return warned(
+            f"{says}text",
+            measured=measured,
+            evidence=evidence,
+            remedy="servers that tokenize a rendering (transformers, vLLM) read it as a control token and serve other "
+            "ids than were trained; ask through taut or with ids, or take it out",
         )
-    notes = [f"{token} in {place}, {where}" for token, place, where in places[:1]]
-    return passed("no special token in the messages' words", len(places), "rows", notes)
+    if 2 * len(places) > len(chats):
+        return failed(
+            f"{says}a control token",
+            measured=measured,
+            evidence=evidence,
+            remedy="the rows seem to be rendered already; give plain messages, or the rendered text in a column text; "
+            "if people say it, set data.control_tokens=as_text",
+        )
+    return warned(
+        f"{says}a control token",
+        measured=measured,
+        evidence=evidence,
+        remedy="servers that tokenize a rendering (transformers, vLLM) read it so too, whoever writes it; take it out, "
+        "or set data.control_tokens=as_text, which trains it as text",
+    )
 
 
 FIRST, AGAIN = "first words", "more words"
@@ -343,7 +437,7 @@ def system_messages_are_written(session: Session) -> Finding:
         if lost is not None:
             text = f"{quoted(lost)} is not in {quoted(chat.whole.text)}"
             dropped.append(f"{short_place(chat.place)}: {text}")
-    # what stands before the first user message and not before a later one, without special tokens
+    # text before the first user message and not before a later one, without special tokens
     try:
         text = session.language.renderer.template.apply(SYSTEM_PROBE, (), "the probe").text
     except RenderError:
@@ -360,7 +454,7 @@ def system_messages_are_written(session: Session) -> Finding:
         return failed(
             f"the template leaves out the system message of {len(dropped)} of {num_with} rows",
             measured=(len(dropped), f"of {num_with} rows"),
-            evidence=[*dropped[:SHOWN], *instead],
+            evidence=[*dropped[:MAX_EXAMPLES], *instead],
             remedy="give a template that writes system messages with data.template=FILE, or put their words into the "
             "first user message",
         )
@@ -409,9 +503,10 @@ def messages_are_written_word_for_word(session: Session) -> Finding:
             f"the template leaves out or changes words of {len(lost)} of {number} messages "
             f"({', '.join(sorted(kinds))})",
             measured=(len(lost), f"of {number} messages"),
-            evidence=lost[:SHOWN],
+            evidence=lost[:MAX_EXAMPLES],
             remedy="give a template that writes every message as it is with data.template=FILE, or change the rows",
         )
+    # white space that the template takes off is no fault
     num_trimmed = sum(
         message["role"] == "user" and any(text not in chat.whole.text for text in _texts(message))
         for chat in chats
@@ -423,38 +518,32 @@ def messages_are_written_word_for_word(session: Session) -> Finding:
     return passed("every message, word for word", number, "messages", notes)
 
 
-SWITCH = "enable_thinking"
-
-
 @check("template.thinking", after=["template.content"])
 def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
     """Is reasoning written where rows have it, and opened by the prompt only there?"""
     skip_if(session.is_generated, GENERATED)
-    turns = [turn for chat in _chats(session) for turn in chat.turns]
-    ids_of = rendered(session).ids_of
+    ids_of, apart = rendered(session).ids_of, rendered(session).apart
+    every = [turn for chat in _chats(session) for turn in chat.turns]
+    turns = [turn for turn in every if turn.place not in apart]
     reasoned = [turn for turn in turns if _reasoning(turn.message)]
 
     lost = [turn for turn in reasoned if _reasoning(turn.message) not in turn.row.text]
+    # a thought that the prompt opens is closed at once, or answered by reasoning
     opened, openings = [], []
     for turn in turns:
         prompt, row = turn.prompt.text, turn.row.text
         prompt_ids, row_ids = ids_of[turn.prompt], ids_of[turn.row]
         is_prefix = row_ids[: len(prompt_ids)] == prompt_ids
-        is_closed_at_once = is_prefix and turn.written.lstrip().startswith(CLOSE)
-        is_opened = prompt.rstrip().endswith(OPEN) and not _reasoning(turn.message)
+        is_closed_at_once = is_prefix and _begins_with_an_empty_thought(turn)
+        is_opened = OPENED.search(prompt) is not None and not _reasoning(turn.message)
         if is_opened and not is_closed_at_once:
             opened.append(turn)
             at = common_length(prompt, row)
             then = quoted(row[at : at + 60])
             openings.append(f"{turn.place}: {quoted(prompt[-40:])}, the row then {then}")
-    closed = [
-        turn
-        for turn in reasoned
-        if turn.prompt.text.rstrip().endswith(CLOSE) and not turn.is_prefix
-    ]
-    source = session.language.renderer.template.template
-    has_switch = isinstance(source, str) and SWITCH in source
-    shortest_way = f": the model's own after a first line {{%- set {SWITCH} = false %}}"
+    closed = [turn for turn in reasoned if CLOSED.search(turn.prompt.text) and not turn.is_prefix]
+    switch = session.language.renderer.template.thinking_switch
+    # the faults in order: what, in which turns, of how many, shown how, and what to do
     faults = (
         (
             "the template leaves out the reasoning of",
@@ -465,15 +554,15 @@ def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
             "out of the rows",
         ),
         (
-            f"the generation prompt opens {OPEN} for answers without reasoning:",
+            "the generation prompt opens a thought for answers without reasoning:",
             opened,
             len(turns),
             openings,
-            "give rows with reasoning, or a template whose generation prompt does not open it with data.template=FILE"
-            + (shortest_way if has_switch else ""),
+            (f"set data.chat_template_kwargs = {{ {switch} = false }}, or " if switch else "")
+            + "give rows with reasoning, or a template whose prompt does not open it with data.template=FILE",
         ),
         (
-            f"the generation prompt closes {CLOSE} before the reasoning of",
+            "the generation prompt closes a thought before the reasoning of",
             closed,
             len(reasoned),
             [f"{turn.place}: {quoted(turn.prompt.text[-40:])}" for turn in closed],
@@ -486,38 +575,38 @@ def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
             return failed(
                 f"{says} {len(wrong)} of {number} answers",
                 measured=(len(wrong), f"of {number} answers"),
-                evidence=shown[:SHOWN],
+                evidence=shown[:MAX_EXAMPLES],
                 remedy=remedy,
             )
+    # nothing is wrong: what the rows have, and what prompts do
+    reasoned = [turn for turn in every if _reasoning(turn.message)]
     says = "reasoning is written" if reasoned else "no row has reasoning"
     num_empty = sum(
-        "".join(turn.written.split()).startswith((OPEN + CLOSE, CLOSE))
-        for turn in turns
-        if not _reasoning(turn.message)
+        _begins_with_an_empty_thought(turn) for turn in turns if not _reasoning(turn.message)
     )
     notes = []
     if num_empty:
-        notes.append(f"{num_empty} answers are taught to begin with an empty {OPEN}{CLOSE}")
-    if has_switch:
-        notes += _switched_prompts(session)
-    return passed(says, len(reasoned), f"of {len(turns)} answers", notes)
-
-
-def _switched_prompts(session: Session) -> Iterator[str]:
-    """How prompts end if a server switches thinking off or on, for a template that has the switch."""
-    template = session.language.renderer.template
-
-    def prompt(**switch: bool) -> str:
-        return template.write(
-            PROBE[:1], (), is_prompt=True, place=f"a prompt with {switch}", **switch
+        notes.append(f"{num_empty} answers are taught to begin with an empty thought")
+    if switch:  # what prompts become if a server switches thinking off or on
+        template = session.language.renderer.template
+        ways: list[dict[str, bool]] = [{}, {switch: False}, {switch: True}]
+        trained, *others = (
+            template.write(PROBE[:1], (), is_prompt=True, place=f"a prompt with {way}", **way)
+            for way in ways
         )
+        for way, served in zip(ways[1:], others, strict=True):
+            if served != trained:
+                value = f"{switch}={str(way[switch]).lower()}"
+                notes.append(
+                    f"served with {value}, prompts are not those trained on: {quoted(served[-40:])}"
+                )
+    return passed(says, len(reasoned), f"of {len(every)} answers", notes)
 
-    trained = prompt()
-    for is_on in (False, True):
-        served = prompt(**{SWITCH: is_on})
-        if served != trained:
-            value = f"{SWITCH}={str(is_on).lower()}"
-            yield f"served with {value}, prompts are not those trained on: {quoted(served[-40:])}"
+
+def _begins_with_an_empty_thought(turn: Turn) -> bool:
+    """Whether an answer begins with a thought that is empty, or with the end of the one that its prompt opens."""
+    begin = THINKING.match(turn.written)
+    return begin is not None and CLOSED.search(begin[0]) is not None
 
 
 @check("template.tools", after=["template.content"])
@@ -530,7 +619,9 @@ def tools_and_calls_are_written(session: Session) -> Finding:
         return failed(
             f"in {len(wrong)} of {len(chats)} rows the template {wrong[0][1]}",
             measured=(len(wrong), f"of {len(chats)} rows"),
-            evidence=[f"{short_place(chat.place)}: {words}" for chat, _, words in wrong[:SHOWN]],
+            evidence=[
+                f"{short_place(chat.place)}: {words}" for chat, _, words in wrong[:MAX_EXAMPLES]
+            ],
             remedy="give a template that writes tools, and calls as JSON (tojson), with data.template=FILE; or take "
             "them out of the rows",
         )
@@ -539,7 +630,7 @@ def tools_and_calls_are_written(session: Session) -> Finding:
 
 
 def _tool_faults(chat: Chat) -> Iterator[tuple[str, str]]:
-    """What the template does wrong, and the words it is about."""
+    """Faults of the template with tools, and the words concerned."""
     text = chat.whole.text
     for tool in chat.row.tools:
         if tool["function"]["name"] not in text:
@@ -588,11 +679,11 @@ def rows_begin_with_one_bos(session: Session) -> Finding:
         after = ids[1:2] if bos == session.tokenizer.eos_token_id else ids[1:]
         if any(pair == (bos, bos) for pair in zip(ids, after, strict=False)):
             twice.append(f"{place}: {template.quoted(ids[:8])}")
-    if is_most(twice, len(rows)):
+    if 2 * len(twice) > len(rows):
         return failed(
             f"{token} stands twice running in {len(twice)} of {len(rows)} rows",
             measured=(len(twice), f"of {len(rows)} rows"),
-            evidence=twice[:SHOWN],
+            evidence=twice[:MAX_EXAMPLES],
             remedy=f"write {token} once: take it out of the template (data.template=FILE) or out of the rows' text",
         )
     number = sum(ids[:1] == [bos] for _, ids in rows)
@@ -609,7 +700,7 @@ def rows_begin_with_one_bos(session: Session) -> Finding:
 
 
 HEADERS = 4
-"""Conversations in which the header of an answer is looked at."""
+"""Number of conversations whose answer header is examined."""
 
 
 @check("template.prompt", after=["template.markup", "template.system", "template.thinking"])
@@ -628,10 +719,13 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
         chats = tuple(_rendered_chat(row, session.language.renderer.template) for row in rows)
     turns = [turn for chat in chats for turn in chat.turns]
     skip_if(not turns, NO_CHATS)
-    wrong = [turn for turn in turns if not turn.is_prefix and not session.is_generated]
-    if is_most(wrong, len(turns)):
+    apart = rendered(session).apart
+    # as text, is the prompt the row's beginning?
+    wrong = [turn for turn in turns if not turn.is_prefix and turn.place not in apart]
+    wrong = [] if session.is_generated else wrong
+    if 2 * len(wrong) > len(turns):
         evidence = []
-        for turn in wrong[:SHOWN]:
+        for turn in wrong[:MAX_EXAMPLES]:
             prompt, row = turn.prompt.text, turn.row.text
             at = common_length(prompt, row)
             evidence.append(
@@ -645,6 +739,7 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
             remedy="the model would be asked with other words than it is taught after; give a template whose "
             "generation prompt is what it writes before answers with data.template=FILE",
         )
+    # does the answer begin with a header that the generation prompt should have?
     taught = []
     for chat in (chat for chat in chats[:HEADERS] if chat.turns):
         turn = chat.turns[0]
@@ -670,7 +765,10 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
     says = "the prompt is the row's beginning"
     if session.is_generated:
         says = "the header is the prompt's"
-    return passed(says, len(turns) - len(wrong), "answers")
+    notes = [
+        f"{len(apart)} answers are learned after the prompt that the template writes for them alone"
+    ]
+    return passed(says, len(turns) - len(wrong), "answers", notes if apart else [])
 
 
 @check("template.boundary", after=["template.prompt"])
@@ -681,7 +779,7 @@ def no_token_spans_prompt_and_answer(session: Session) -> Finding:
     """
     skip_if(session.is_generated, GENERATED)
     rows = rendered(session)
-    turns = [turn for turn in rows.turns if turn.is_prefix]
+    turns = [turn for turn in rows.turns if turn.is_prefix or turn.place in rows.apart]
     skip_if(not turns, "no row has a prompt that is its beginning")
     template, eos = session.language.renderer.template, session.tokenizer.eos_token_id
     merged = []
@@ -690,17 +788,17 @@ def no_token_spans_prompt_and_answer(session: Session) -> Finding:
         size = len(prompt)
         if not turn.prompt.is_rendering and prompt[-1:] == [eos]:
             size -= 1  # a tokenizer that itself ends each text with eos
-        if row[:size] != prompt[:size]:
+        if row[:size] != prompt[:size] and turn.place not in rows.apart:
             at = common_length(prompt, row)
             merged.append(
                 f"{turn.place}: token {at} is {template.quoted(prompt[at : at + 1])} in the prompt and "
                 f"{template.quoted(row[at : at + 1])} in the row"
             )
-    if is_most(merged, len(turns)):
+    if 2 * len(merged) > len(turns):
         return failed(
             f"a token reaches over the boundary of {len(merged)} of {len(turns)} answers",
             measured=(len(merged), f"of {len(turns)} answers"),
-            evidence=merged[:SHOWN],
+            evidence=merged[:MAX_EXAMPLES],
             remedy="take white space from where they meet: from the end of the prompt (or of the template's generation "
             "prompt) or the beginning of the answer",
         )
@@ -723,7 +821,7 @@ def answers_are_trained_as_first_written(session: Session) -> Finding:
         return failed(
             f"with targets=all, {len(rewritten)} of {len(chats)} rows are trained on answers rewritten as history",
             measured=(len(rewritten), unit),
-            evidence=rewritten[:SHOWN],
+            evidence=rewritten[:MAX_EXAMPLES],
             remedy="set data.targets=assistant, which trains each answer as it is written when it is given",
         )
     if not rewritten:
@@ -768,6 +866,7 @@ def targets_are_the_answers(session: Session) -> Finding:
                 answers += [*filter(None, (_reasoning(message), _answer(message), *names))]
             inputs = [message for message in row.messages if message["role"] != "assistant"]
             others = [words for message in inputs for words in _texts(message)]
+        # every answer is among the targets; what remains has no words of what was asked
         rest, fault = _targets_as_text(session, samples), ""
         for words in map(_normal, answers):
             before, _, after = rest.partition(words)
@@ -788,11 +887,11 @@ def targets_are_the_answers(session: Session) -> Finding:
         return failed(
             f"the targets of {len(wrong)} of {num_rows} rows are not the answers",
             measured=(len(wrong), f"of {num_rows} rows"),
-            evidence=wrong[:SHOWN],
+            evidence=wrong[:MAX_EXAMPLES],
             remedy="look at `taut show`, which marks targets; give a template that writes the answer, and it alone, "
             "after its generation prompt with data.template=FILE",
         )
-    return passed("targets are the answers", num_rows, "rows", notes[:SHOWN])
+    return passed("targets are the answers", num_rows, "rows", notes[:MAX_EXAMPLES])
 
 
 def _targets_as_text(session: Session, samples: Sequence[Sample]) -> str:
@@ -819,6 +918,7 @@ def plain_prompts_go_through_the_template(session: Session) -> Finding:
     forms: dict[str, Counter[RowForm]] = {name: data.forms for name, data in session.data}
     num_plain = sum(form["completion"] for form in forms.values())
     unit = f"of {sum(form.total() for form in forms.values()):,} rows"
+    # the user has decided
     is_applied = session.run.data.apply_chat_template
     if is_applied is not None:
         how = "rendered with the template" if is_applied else "used as they are"
@@ -832,8 +932,8 @@ def plain_prompts_go_through_the_template(session: Session) -> Finding:
     plain = [row for row in session.rows if isinstance(row, Completion)][:2]
     examples = [f"{short_place(row.place)}: {quoted(row.prompt + row.completion)}" for row in plain]
     remedy = (
-        "set data.apply_chat_template=true to render them as a user and an assistant message, as a chat server will; "
-        "or data.apply_chat_template=false if plain text is what the model will be given"
+        "set data.apply_chat_template=true to render them as user and assistant messages, as a chat server will; or "
+        "=false if the model will be given plain text"
     )
     train = forms["train"]
     if train["completion"] and train["conversation"]:
@@ -844,6 +944,7 @@ def plain_prompts_go_through_the_template(session: Session) -> Finding:
             evidence=[*counts, *examples],
             remedy=remedy,
         )
+    # plain text alone may be what is meant
     has_chats = any(form["conversation"] for form in forms.values())
     return warned(
         "plain prompts and completions are used without the chat template that the tokenizer has",

@@ -1,24 +1,25 @@
-"""The preflight: are the machines of a run ready for it, and alike? ``taut check --cluster``; a run that starts on
-several machines asks the same before it reads its data.
+"""The preflight: whether the machines of a run are ready for it, and alike.
 
-Every question is asked of all ranks together, and all of them come to the same finding. What a machine (a *node*) has
-is told by its first rank; a node that differs from most of the others (of equally many, from the first node) is the one
-that is named. Where a node cannot answer, the finding names it and its error.
+``taut check --cluster`` asks these checks; a run on several machines asks them too before it reads its data. Every
+question is asked of all ranks together, and all ranks come to the same finding. The first rank of a machine (a *node*)
+answers for it. The finding names the nodes whose answer differs from most (in a tie, from the first node's), and a node
+that cannot answer, with its error.
 
-    cluster.processes    which processes there are, on which nodes
+    cluster.processes    processes, and the nodes they are on
     cluster.versions     python, taut and its source, torch, transformers, ..., CUDA, driver, NCCL
     cluster.settings     the configuration that each node has read
-    cluster.output       one folder, or one on each node: a file that the first rank writes is looked for by the others
-    cluster.cache        the same of the cache of tokenised data
+    cluster.output       one folder, or one on each node: the other nodes look for a file that the first rank writes
+    cluster.cache        the cache of tokenized data, in the same way
     cluster.data         the files that the run reads, by hash
     cluster.model        the models that it reads, by hash
-    cluster.clocks       how far the nodes' clocks are apart
-    cluster.gpus         names and memory of what computes
-    cluster.all_reduce   whether sums over ranks are right, and how fast they are
+    cluster.clocks       differences of the nodes' clocks
+    cluster.gpus         names and memory of the devices that compute
+    cluster.all_reduce   whether sums over ranks are right, and their speed
     cluster.disk         room for output, cache and temporary files
 
-Files are hashed whole up to ``BUDGET`` bytes in all; of more, each file's size, its ends and blocks between them. That
-finds another model or other data; not a single damaged byte in a large file. Needs no model in memory: seconds.
+Files are hashed whole up to ``BUDGET`` bytes in all; beyond that each file's size, its ends and blocks between them.
+That finds another model or other data, but not a single damaged byte in a large file. Takes seconds and no model in
+memory.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -44,39 +46,40 @@ import torch
 
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
 from taut.config import to_dict, user_path
-from taut.data.cache import directory_of
-from taut.data.sources import IS_PATTERN
+from taut.data.settings import IS_PATTERN
+from taut.data.store.cache import directory_of
 from taut.errors import CheckFailed, TautError, redacted_in
 from taut.io import files
-from taut.io.console import acted_when_slow, counted, tell
+from taut.io.console import call_if_slow, counted, print_line
 from taut.methods.method import RunConfig
 from taut.models.load import load_config
 from taut.run.origin import describe, versions
 from taut.train import distributed
-from taut.train.distributed import Ranks
+from taut.train.distributed import Ranks, outcome_of
 from taut.train.run_dir import dotted
 from taut.train.watch import this_machine
 
 T = TypeVar("T")
 
 DEADLINE = 60.0
-"""Seconds that ranks wait for each other to connect, or in a sum."""
+"""Maximum seconds for ranks to connect, or to finish a sum."""
 MUST_AGREE = ("python", "taut", "taut's source", "torch", "transformers", "cuda", "nccl")
-"""Versions that may not differ: ranks then compute, or talk, in different ways. Others are a warning."""
+"""Versions that may not differ, because ranks would compute or communicate differently. Other differences are a
+warning."""
 BUDGET, BLOCK = 2 * 2**30, 2**20
 """Bytes of the files of one question that a node reads, and of one block."""
 CLOCK_LIMIT, CLOCK_ROUNDS = 2.0, 5
 """Seconds that clocks may be apart, and how often they are compared: the median counts."""
 SUMMED = {"cuda": 2**26, "cpu": 2**22}
-"""Numbers (float32) that are summed, by the kind of device."""
+"""Count of float32 numbers to sum, by the kind of device."""
 SLOWEST = {"cuda": 1e9, "cpu": 5e7}
 """Bytes a second on each link below which there is a warning: a GPU whose network is no faster than 10 Gbit/s waits
 for it, and a CPU's is then slower than 1 Gbit/s."""
 NETWORKS = {"cuda": "NCCL", "cpu": "gloo"}
 ROOM = 2**30
-"""Bytes that have to be free in each place, next to what goes there."""
-SHOWN = 6
-"""Lines of evidence."""
+"""Minimum free bytes in each place, beyond the files that go there."""
+MAX_LINES = 6
+"""Maximum lines of evidence."""
 
 
 @dataclass(frozen=True)
@@ -100,29 +103,25 @@ class Cluster:
         }
 
     def require_several(self) -> None:
-        """End a check that compares nodes where there is one."""
+        """End a check that compares nodes if there is only one."""
         skip_if(len(self.nodes) == 1, "there is one node")
 
     def on_each_node(self, ask: Callable[[], T]) -> dict[str, T]:
-        """What the first rank of each node answers. Raises CheckFailed, on all ranks, where one cannot."""
-        answer: T | None = None
-        trouble: str | None = None
-        if any(self.ranks.rank == ranks[0] for ranks in self.nodes.values()):
-            try:
-                answer = ask()
-            except (OSError, TautError) as error:
-                trouble = str(error)
-        gathered = self.ranks.gather((answer, trouble))
-        by_node = {node: gathered[ranks[0]] for node, ranks in self.nodes.items()}
-        for node, (_, text) in by_node.items():
-            if text is not None:
-                remedy = "" if "; " in text else "; see to it on that node"
-                raise CheckFailed(f"on {node}: {text}{remedy}")
-        return {node: found for node, (found, _) in by_node.items()}
+        """The answer of the first rank of each node. Raises CheckFailed, on all ranks, where one fails."""
+        is_first = any(self.ranks.rank == ranks[0] for ranks in self.nodes.values())
+        outcomes = self.ranks.gather(outcome_of(ask, (OSError, TautError)) if is_first else None)
+        by_node: dict[str, T] = {}
+        for node, ranks in self.nodes.items():
+            outcome = outcomes[ranks[0]]
+            if isinstance(outcome, Exception):
+                remedy = "" if "; " in str(outcome) else "; see to it on that node"
+                raise CheckFailed(f"on {node}: {outcome}{remedy}")
+            by_node[node] = outcome
+        return by_node
 
 
 class Odd(NamedTuple):
-    """What a node has, and what it should."""
+    """A node's value, and the value expected of it."""
 
     node: str
     found: Any
@@ -130,7 +129,7 @@ class Odd(NamedTuple):
 
 
 def odd_ones(answers: Mapping[str, Any]) -> list[Odd]:
-    """The nodes whose answer is not that of most nodes; of equally many, that of the first."""
+    """Nodes whose answer differs from the answer of most nodes; in a tie, from the first node's."""
     counts = Counter(map(repr, answers.values()))
     expected = max(answers.values(), key=lambda answer: counts[repr(answer)])
     return [Odd(node, found, expected) for node, found in answers.items() if found != expected]
@@ -157,7 +156,7 @@ def processes_are_on_all_nodes(cluster: Cluster) -> Finding:
             f"{says}: {odd[0].node} has {odd[0].found}, expected {odd[0].expected} as on the others",
             remedy="give torchrun the same --nproc-per-node on each node, unless this is meant",
             measured=(size, "ranks"),
-            evidence=lines[:SHOWN],
+            evidence=lines[:MAX_LINES],
         )
     return passed(says, size, "ranks", lines)
 
@@ -176,25 +175,18 @@ def versions_agree(cluster: Cluster) -> Finding:
     """Have all nodes the same Python, packages, taut, CUDA, driver and NCCL?"""
     cluster.require_several()
     found = cluster.on_each_node(partial(installed, cluster.ranks.device))
-    names = list(dict.fromkeys(name for of_node in found.values() for name in of_node))
-    odd = {
-        name: odd_ones({node: of_node.get(name, "none") for node, of_node in found.items()})
-        for name in names
-    }
-    return _compared(
-        {name: ones for name, ones in odd.items() if ones},
-        [name for name in names if name in MUST_AGREE],
-        f"{len(names)} versions agree",
-        len(names),
-        "versions",
-        remedy="install the same versions there (one shared environment, or one container, is simplest)",
-        notes=[", ".join(f"{name} {next(iter(found.values())).get(name)}" for name in names[:6])],
+    remedy = (
+        "install the same versions there (one shared environment, or one container, is simplest)"
     )
+    first = islice(next(iter(found.values())).items(), 6)
+    notes = [", ".join(f"{name} {value}" for name, value in first)]
+    return _compared(found, "versions", MUST_AGREE, remedy, notes)
 
 
 def installed(device: torch.device) -> dict[str, str]:
     """Versions of this process, and a digest of taut's own source."""
     root = Path(__file__).parents[1]
+    # a digest of taut's own files, since two checkouts may have one version
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)} {files.digest(path)}\n".encode())
@@ -210,45 +202,39 @@ def settings_agree(cluster: Cluster) -> Finding:
     """Has each node read the same settings?"""
     cluster.require_several()
     found = cluster.on_each_node(lambda: redacted_in(dict(dotted(to_dict(cluster.run)))))
-    names = list(dict.fromkeys(name for of_node in found.values() for name in of_node))
-    odd = {
-        name: odd_ones({node: of_node.get(name) for node, of_node in found.items()})
-        for name in names
-    }
-    return _compared(
-        {name: ones for name, ones in odd.items() if ones},
-        names,
-        "they agree",
-        len(names),
-        "settings",
-        remedy="start every node with the same file and the same settings on top of it",
-    )
+    remedy = "start every node with the same file and the same settings on top of it"
+    return _compared(found, "settings", None, remedy)
 
 
 def _compared(
-    odd: Mapping[str, Sequence[Odd]],
-    must_agree: Sequence[str],
-    fine: str,
-    number: int,
+    found: Mapping[str, Mapping[str, Any]],
     unit: str,
-    *,
+    must_agree: Collection[str] | None,
     remedy: str,
     notes: Sequence[str] = (),
 ) -> Finding:
-    """The finding on names that should have one value: failed where one of ``must_agree`` has several."""
+    """The finding on names that should have one value on all nodes: failed if a name in ``must_agree``,
+    by default any, has several.
+    """
+    names = list(dict.fromkeys(name for of_node in found.values() for name in of_node))
+    fatal = names if must_agree is None else must_agree
+    odd: dict[str, list[Odd]] = {}
+    for name in sorted(names, key=lambda name: name not in fatal):
+        if ones := odd_ones({node: of_node.get(name, "none") for node, of_node in found.items()}):
+            odd[name] = ones
     if not odd:
-        return passed(fine, number, unit, notes)
+        return passed(f"{len(names)} {unit} agree", len(names), unit, notes)
     lines = [
         f"{one.node}: {name} is {one.found}; expected {one.expected}"
-        for name in sorted(odd, key=lambda name: name not in must_agree)
-        for one in odd[name]
+        for name, ones in odd.items()
+        for one in ones
     ]
-    answer = failed if any(name in must_agree for name in odd) else warned
+    answer = failed if any(name in fatal for name in odd) else warned
     return answer(
         lines[0],
         remedy=remedy,
-        measured=(len(odd), f"of {number} {unit}"),
-        evidence=lines[1 : SHOWN + 1],
+        measured=(len(odd), f"of {len(names)} {unit}"),
+        evidence=lines[1 : MAX_LINES + 1],
     )
 
 
@@ -269,14 +255,14 @@ def output_is_shared(cluster: Cluster) -> Finding:
             remedy="name an out in a folder that all nodes mount: every rank writes its part of a checkpoint there, "
             "and a resume reads all of them",
             measured=(len(blind), f"of {len(seen)} nodes"),
-            evidence=[f"{node}: {what}" for node, what in seen.items()][:SHOWN],
+            evidence=[f"{node}: {what}" for node, what in seen.items()][:MAX_LINES],
         )
     return passed(f"{out} is shared, and all may write there", len(seen), "nodes")
 
 
 @check("cluster.cache")
 def cache_is_known(cluster: Cluster) -> Finding:
-    """Is the cache of tokenised data shared, where the run needs it to be?"""
+    """Is the cache of tokenized data shared, where the run needs it to be?"""
     cluster.require_several()
     data = cluster.run.data
     cache = directory_of(data.cache)
@@ -285,16 +271,16 @@ def cache_is_known(cluster: Cluster) -> Finding:
     lines = [f"{node}: {what}" for node, what in seen.items()]
     blind = [node for node, what in seen.items() if what != "seen"]
     if not blind:
-        return passed(f"{cache} is shared: data is tokenised once", len(seen), "nodes")
+        return passed(f"{cache} is shared: data is tokenized once", len(seen), "nodes")
     if data.is_stream:
         return failed(
             f"{cache} on {blind[0]}: {seen[blind[0]]}; expected one folder: a stream is recorded there for all ranks",
             remedy="set data.cache, or TAUT_CACHE, to a folder that all nodes mount",
             measured=(len(blind), f"of {len(seen)} nodes"),
-            evidence=lines[:SHOWN],
+            evidence=lines[:MAX_LINES],
         )
     return passed(
-        f"{cache} is not shared: each node tokenises the data for itself",
+        f"{cache} is not shared: each node tokenizes the data for itself",
         len(blind),
         f"of {len(seen)} nodes",
         lines,
@@ -302,35 +288,38 @@ def cache_is_known(cluster: Cluster) -> Finding:
 
 
 def _seen(cluster: Cluster, folder: Path) -> dict[str, str]:
-    """By node, whether it sees what the first rank writes to a folder, or to the nearest one above it that exists:
-    ``seen``, or why not. Raises CheckFailed on all ranks where the first rank cannot write there.
+    """For each node, whether it sees the first rank's file in a folder, or in the nearest existing parent: ``seen``, or
+    the reason why not. Raises CheckFailed on all ranks if the first rank cannot write there.
     """
-    file: Path | None = None
-    mark: tuple[int, str] | None = None
-    trouble: str | None = None
-    if cluster.ranks.is_writer:
+    written: list[Path] = []
+    first = next(iter(cluster.nodes))
+
+    def write() -> tuple[int, str]:
         place, up = folder.absolute(), 0
         try:
             while not place.is_dir() and place != place.parent:
                 place, up = place.parent, up + 1
             file = place / f".taut-preflight-{secrets.token_hex(8)}"
+            written.append(file)
             file.touch(exist_ok=False)
-            mark = up, file.name
         except OSError as error:
-            trouble = f"{place} cannot be written: {error.strerror}; expected a folder with room; name another"
+            raise CheckFailed(
+                f"on {first}: {place} cannot be written: {error.strerror}; expected a folder with room; name another"
+            ) from error
+        return up, file.name
+
     try:
-        mark, trouble = cluster.ranks.gather((mark, trouble))[0]
-        if trouble is not None or mark is None:
-            raise CheckFailed(f"on {next(iter(cluster.nodes))}: {trouble}")
-        return cluster.on_each_node(partial(_look, folder, *mark))
+        # the first rank writes, every node looks
+        up, name = cluster.ranks.run_on_writer(write)
+        return cluster.on_each_node(partial(_look, folder, up, name))
     finally:
-        if file is not None:
+        for file in written:
             with suppress(OSError):
                 file.unlink(missing_ok=True)
 
 
 def _look(folder: Path, up: int, name: str) -> str:
-    """How this node sees a file that another has written ``up`` levels above a folder."""
+    """Return whether this node sees a file that another node has written ``up`` levels above a folder."""
     place = [folder.absolute(), *folder.absolute().parents][up]
     if not place.is_dir():
         return f"there is no {place}"
@@ -388,7 +377,7 @@ def _same_files(cluster: Cluster, what: Literal["data", "model"], paths: Iterabl
             lines[0],
             remedy=f"copy the {what} to that node again, or read it from a folder that all nodes mount",
             measured=(len(lines), f"of {counted(len(names), 'files')}"),
-            evidence=lines[1 : SHOWN + 1],
+            evidence=lines[1 : MAX_LINES + 1],
         )
     first = next(iter(hashed.values()))
     if not first:
@@ -413,8 +402,9 @@ def _difference(found: Hashed | None, expected: Hashed | None) -> str:
 def hash_files(
     paths: Sequence[str], what: Literal["data", "model"], trust_remote_code: bool
 ) -> dict[str, Hashed]:
-    """By name, the files of this machine that the paths name: a file, a pattern, those of a directory. The hub's
-    name of a model counts as its commit; other names and addresses are left out: a run compares what it has read.
+    """Hash the files of this machine that the paths name (a file, a pattern, or all files of a directory), by name. A
+    model's hub name counts as its commit; other names and addresses are left out, because a run compares the contents
+    it has read.
     """
     found: dict[str, Path] = {}
     commits: dict[str, Hashed] = {}
@@ -429,6 +419,7 @@ def hash_files(
             commits[f"{text} (commit)"] = Hashed(0, commit, 0)
         elif IS_PATTERN.search(text):
             found |= {name: Path(name) for name in glob.glob(str(path), recursive=True)}  # noqa: PTH207
+    # whole if all fit into the budget, else equal shares of it
     sizes = {name: file.stat().st_size for name, file in found.items()}
     most = BUDGET if sum(sizes.values()) <= BUDGET else BUDGET // len(found)
     with ThreadPoolExecutor(4) as threads:
@@ -437,7 +428,7 @@ def hash_files(
 
 
 def hash_file(path: Path, most: int) -> Hashed:
-    """A file of at most so many bytes whole; of a larger one the ends, and blocks evenly between them."""
+    """Hash a file: all of it up to this many bytes, otherwise its ends and evenly spaced blocks."""
     digest, num_read = hashlib.sha256(), 0
     with files.open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -465,10 +456,14 @@ def clocks_agree(cluster: Cluster) -> Finding:
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         cluster.ranks.gather_in_step(None)
-        times = cluster.ranks.gather_in_step(time.time())
-        rounds.append([times[ranks[0]] for ranks in cluster.nodes.values()])
+        by_rank = cluster.ranks.gather_in_step(time.time())
+        times = [by_rank[ranks[0]] for ranks in cluster.nodes.values()]
+        # the time that most nodes agree with; in a tie, the first node's
+        near = [sum(abs(time - other) <= CLOCK_LIMIT for other in times) for time in times]
+        agreed = times[near.index(max(near))]
+        rounds.append([time - agreed for time in times])
     offsets = {
-        node: statistics.median(times[i] - _agreed(times) for times in rounds)
+        node: statistics.median(apart[i] for apart in rounds)
         for i, node in enumerate(cluster.nodes)
     }
     spread = max(offsets.values()) - min(offsets.values())
@@ -481,13 +476,8 @@ def clocks_agree(cluster: Cluster) -> Finding:
         remedy="let the nodes set their clocks by one server (chrony, systemd-timesyncd): the times in logs, and what "
         "checks a certificate or a token, are wrong otherwise",
         measured=(spread, "s apart"),
-        evidence=[f"{node}: {offset:+,.1f} s" for node, offset in offsets.items()][:SHOWN],
+        evidence=[f"{node}: {offset:+,.1f} s" for node, offset in offsets.items()][:MAX_LINES],
     )
-
-
-def _agreed(times: Sequence[float]) -> float:
-    """The time that most nodes agree with; of equally many, with the first."""
-    return max(times, key=lambda time: sum(abs(time - other) <= CLOCK_LIMIT for other in times))
 
 
 @check("cluster.gpus")
@@ -510,7 +500,7 @@ def devices_agree(cluster: Cluster) -> Finding:
             remedy="leave that node out, unless this is meant: every step waits for the slowest, and the smallest "
             "memory sets the batch",
             measured=(len(odd), f"of {len(answers)} ranks"),
-            evidence=[f"{one.node}: {one.found}" for one in odd[1:SHOWN]],
+            evidence=[f"{one.node}: {one.found}" for one in odd[1:MAX_LINES]],
         )
     kind = "GPU" if is_cuda else "no GPU; processor"
     return passed(f"{kind} {next(iter(answers.values()))}", len(answers), "ranks")
@@ -535,6 +525,7 @@ def sums_are_right(cluster: Cluster) -> Finding:
         for rank in members
         if (count := measured[kind].wrong[rank])
     ]
+    # sums are exact before their speed matters
     kind = kinds[-1]
     rate, network = measured[kind].rate, NETWORKS[kind]
     if wrong:
@@ -542,7 +533,7 @@ def sums_are_right(cluster: Cluster) -> Finding:
             f"{wrong[0]}; expected integers, exactly",
             remedy="leave that node out, and have its memory, GPU and network card examined",
             measured=(len(wrong), f"of {ranks.size} ranks"),
-            evidence=wrong[1 : SHOWN + 1],
+            evidence=wrong[1 : MAX_LINES + 1],
         )
     says = f"all sums are exact; {rate / 1e9:.3g} GB/s a link by {network}"
     if rate < SLOWEST[kind]:
@@ -559,31 +550,32 @@ class Measured(NamedTuple):
     """A sum over ranks."""
 
     rate: float
-    """Bytes a second that each link carried, 2 (n - 1) / n of those summed: what nccl-tests calls bus bandwidth."""
+    """Bytes per second carried by each link, 2 (n - 1) / n of the summed bytes: bus bandwidth in nccl-tests."""
     wrong: list[int]
-    """Of each rank, how many sums were wrong."""
+    """Number of wrong sums, by rank."""
 
 
 def measure_sum(ranks: Ranks, device: torch.device, rounds: int = 3) -> Measured:
-    """Sum integers, which float32 has exactly: of rank r, i mod 1021 + r. Every rank calls it."""
+    """Sum integers that float32 represents exactly: i mod 1021 + r on rank r. Every rank calls it."""
     number = SUMMED[device.type]
     mine = torch.arange(number, device=device).remainder_(1021).float()
     expected = mine * ranks.size + ranks.size * (ranks.size - 1) // 2
     seconds = []
     for _ in range(rounds + 1):  # connections are made in the first
         summed = mine + ranks.rank
-        synchronise(device)
+        synchronize(device)
         ranks.gather_in_step(None)
         began = time.perf_counter()
         ranks.sum_in_place(summed)
-        synchronise(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - began)
+    # each rank compares its own copy; the slowest sets the rate
     wrong = ranks.gather_in_step(int((summed != expected).sum()))
     slowest = max(ranks.gather_in_step(min(seconds[1:])))
     return Measured(number * 4 * 2 * (ranks.size - 1) / ranks.size / slowest, wrong)
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -610,6 +602,7 @@ def disks_have_room(cluster: Cluster) -> Finding:
             for name, path in places.items()
         }
 
+    # on each node, free and needed bytes of each place
     found = [
         (node, name, free, needed)
         for node, by_name in cluster.on_each_node(ask).items()
@@ -626,7 +619,7 @@ def disks_have_room(cluster: Cluster) -> Finding:
             lines[0],
             remedy="free some, or set out, data.cache (TAUT_CACHE) or TMPDIR to a folder on another disk",
             measured=(least, "GB"),
-            evidence=lines[1 : SHOWN + 1],
+            evidence=lines[1 : MAX_LINES + 1],
         )
     return passed("the fullest disk has room", least, "GB")
 
@@ -635,18 +628,18 @@ def disks_have_room(cluster: Cluster) -> Finding:
 
 
 def deadline(what: str) -> AbstractContextManager[None]:
-    """End this process in a line where the block takes longer than ``DEADLINE``: other ranks do not come, or cannot be
-    reached, and nothing in Python runs meanwhile.
+    """End this process with one line if the block takes longer than ``DEADLINE``: other ranks do not come, or cannot be
+    reached, and no Python code runs meanwhile.
     """
 
     def give_up() -> None:
         line = (
             f"rank {os.environ.get('RANK', '0')} on {this_machine().split('/')[0]} has waited {DEADLINE:.0f} s {what}; "
-            "expected all ranks, over a network that they share, with a GPU each or none; set GLOO_SOCKET_IFNAME and "
-            "NCCL_SOCKET_IFNAME to its interface, see that no firewall is between them (NCCL_DEBUG=INFO says more)"
+            "expected all ranks, with a GPU each or none, on one network; set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME to its interface, and open its firewall (NCCL_DEBUG=INFO says more)"
         )
         if distributed.is_first_to_fail(1, line):
-            tell(f"taut: error: {line}")
+            print_line(f"taut: error: {line}")
         os._exit(1)
 
-    return acted_when_slow(DEADLINE, give_up)
+    return call_if_slow(DEADLINE, give_up)

@@ -1,13 +1,14 @@
 """The data: records as rows, rows as samples, tokens and targets.
 
-Looking must not take longer than a moment, so a bounded part of each is looked at: the first records of each source
-(records.py), the words of up to 200,000 rows, and samples spread evenly over a split. Findings say how many. What rows
-say (repeats, leaks, labels) is in data_quality.py, which uses what is read here.
+These checks must not take longer than a moment, so each examines a bounded part and says how much: the first records of
+each source (records.py), the words of up to 200,000 rows, or samples spread evenly over a split. data_quality.py checks
+the contents of the rows (repeats, leaks, labels) with the data read here.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,17 +18,18 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from taut.checks.chat_template import short_place
-from taut.checks.records import SHOWN, cut_end, records, splits
+from taut.checks.chat_template import quoted, short_place
+from taut.checks.records import MAX_ROWS, records, splits
 from taut.checks.registry import Finding, check, failed, passed, skip_if, split_error, warned
 from taut.checks.session import GENERATED, Session, Unavailable, once, owned_by
 from taut.data.dataset import Dataset, open_sources
-from taut.data.messages import Completion, Conversation, Document, Row, text_of
-from taut.data.prompts import PromptSet
-from taut.data.render import Limits
-from taut.data.schema import best_row, read_any, recognise, renamed
-from taut.data.tokenise import attempt_rows
-from taut.errors import DataError, TautError
+from taut.data.read.sources import canonical
+from taut.data.render.render import Limits
+from taut.data.rows.messages import Completion, Conversation, Document, Row, text_of
+from taut.data.rows.prompts import PromptSet
+from taut.data.rows.schema import best_row, read_any, recognize, renamed
+from taut.data.tokenize import attempt_rows
+from taut.errors import DataError, EmptyError, TautError
 from taut.types import IntArray
 
 # -- rows
@@ -51,6 +53,7 @@ def every_row_becomes_a_sample(session: Session) -> Finding:
         return passed(f"samples: {says}", number, "rows")
     if session.is_generated:
         return failed(says, remedy=remedy)
+    # loading ended at the first error: read on, and count each kind
     config, renderer, number = session.run.data, session.renderer, 0
     longest = session.run.longest_sample(session.language.config)
     limits = Limits(longest, config.too_long, config.min_length, config.without_targets)
@@ -62,7 +65,8 @@ def every_row_becomes_a_sample(session: Session) -> Finding:
                 attempts = attempt_rows(opened, columns, renderer, limits)
                 for attempt in islice(attempts, 200_000):
                     number += 1
-                    if attempt.error:
+                    is_left_out = isinstance(attempt.error, EmptyError) and columns.empty == "drop"
+                    if attempt.error and not is_left_out:
                         reason = str(attempt.error).partition("; ")[0]
                         # numbers and quoted words differ between errors of one kind
                         kind = re.sub(r"\d+|'[^']*'", "", reason.removeprefix(attempt.place))
@@ -78,7 +82,7 @@ def every_row_becomes_a_sample(session: Session) -> Finding:
         measured=(num_bad, f"of {number:,} rows"),
         evidence=[
             first[kind] + (f" ({count:,} such rows)" if count > 1 else "")
-            for kind, count in times.most_common(SHOWN)
+            for kind, count in times.most_common(MAX_ROWS)
         ],
         remedy="correct these rows, or leave them out of the file",
     )
@@ -86,8 +90,8 @@ def every_row_becomes_a_sample(session: Session) -> Finding:
 
 @once
 def first_rows(session: Session) -> list[Row]:
-    """The first records of the training data as rows; of compared answers the best. Those that cannot be read are left
-    to data.rows.
+    """The first records of the training data as rows; of compared answers the best. Unreadable records are left to
+    data.rows.
     """
     rows = []
     for record in records(session):
@@ -110,30 +114,31 @@ class Exchange(NamedTuple):
 
 @once
 def exchanges(session: Session) -> list[Exchange]:
-    """Prompts and answers of the training data: a conversation's last learned turn, or the reference of a prompt.
-    Documents have none.
+    """Prompts and answers of the training data: a conversation's last learned turn with its calls, or the reference of
+    a prompt. Documents have none.
     """
 
-    def words(messages: Iterable[Mapping[str, Any]]) -> str:
-        return "\n".join(text_of(message["content"]) for message in messages)
+    def said(message: Mapping[str, Any]) -> str:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        called = "\n".join(json.dumps(call, ensure_ascii=False, default=str) for call in calls)
+        return "\n".join(filter(None, (text_of(message["content"]), called)))
 
     pairs = []
     if isinstance(session.train, PromptSet):
         for prompt_row in session.train.prompt_rows:
-            prompt = "" if isinstance(prompt_row.prompt, str) else words(prompt_row.prompt)
+            asked = prompt_row.prompt
+            prompt = asked if isinstance(asked, str) else "\n".join(map(said, asked))
             for reference in prompt_row.references[:1]:
-                pairs.append(
-                    Exchange(prompt_row.place, prompt or str(prompt_row.prompt), reference)
-                )
+                pairs.append(Exchange(prompt_row.place, prompt or str(asked), reference))
         return pairs
     for row in first_rows(session):
         if isinstance(row, Completion):
             pairs.append(Exchange(row.place, row.prompt, row.completion))
         elif isinstance(row, Conversation) and row.learned:
             last = row.learned[-1]
-            answer = text_of(row.messages[last]["content"])
-            pairs.append(Exchange(row.place, words(row.messages[:last]), answer))
-    return pairs
+            prompt = "\n".join(map(said, row.messages[:last]))
+            pairs.append(Exchange(row.place, prompt, said(row.messages[last])))
+    return [pair for pair in pairs if pair.answer.strip()]
 
 
 # -- the words of all rows, gone through once
@@ -147,7 +152,7 @@ UNDECODED = "a character that could not be decoded"
 MISREAD = "a wrong encoding"
 CONTROLS = "a control character"
 WINDOWS = bytes(range(0x80, 0xA0)).decode("cp1252", "ignore")
-"""What Windows-1252 makes of the bytes that Latin-1 has no character for."""
+"""Windows-1252's characters for bytes without a character in Latin-1."""
 MOJIBAKE = re.compile(
     "\u00c3[\u0080-\u00bf]|\u00c2[\u00a0-\u00bf]|\u00e2\u20ac|\u00ef\u00bb\u00bf"
     rf"|\u00c3[{WINDOWS}](?=\w)"  # a quotation mark or a dash may follow a word, and none is before a letter
@@ -155,6 +160,7 @@ MOJIBAKE = re.compile(
 )
 """UTF-8 that was read as Latin-1 or Windows-1252 and written again."""
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
+LOST = re.compile("\ufffd")
 
 
 class BrokenText(NamedTuple):
@@ -162,7 +168,7 @@ class BrokenText(NamedTuple):
 
     place: str
     what: str
-    """UNDECODED, MISREAD or CONTROLS."""
+    """Kind of damage: UNDECODED, MISREAD or CONTROLS."""
     excerpt: str
 
 
@@ -177,16 +183,16 @@ class Texts(NamedTuple):
     places: list[str]
     """``train.jsonl:17``, as the source names it."""
     exact_S: NDArray[np.int64]
-    """A hash of each row, of this process only."""
+    """A hash of each row, valid in this process only."""
     normal_S: NDArray[np.int64]
-    """The same without case, white space and punctuation."""
+    """A hash of each row without case, white space and punctuation."""
     broken: list[BrokenText]
     is_whole: bool
     """Whether all rows of the split were read."""
 
     @property
     def looked_at(self) -> str:
-        """For a finding: nothing if all rows were read."""
+        """Text for a finding about the rows examined; empty if all rows were read."""
         return "" if self.is_whole else f"; the first {len(self.places):,} rows looked at"
 
 
@@ -205,18 +211,19 @@ def texts(session: Session) -> dict[str, Texts]:
         for _, columns, opened, _ in named:
             number, is_whole = 0, is_whole and not opened.is_part
             read_columns: dict[tuple[str, ...], list[str]] = {}
-            for line, record in opened.attempts():
+            for line, record in opened.read_records(strict=False):
                 try:
                     values = renamed(record, "", columns)
                     names = tuple(values)
                     if names not in read_columns:
-                        unread = recognise(record, "", columns).unread
+                        unread = recognize(record, "", columns).unread
                         read_columns[names] = sorted(name for name in names if name not in unread)
                 except DataError:  # a record that fits no format is left to data.columns
                     continue
                 if number == TEXT_ROWS // len(named) or room < 0:
                     is_whole = False
                     break
+                # equal to the letter, and equal without case, white space and punctuation
                 words = [word for name in read_columns[names] for word in _words_in(values[name])]
                 place, joined = opened.place(line), "\0".join(words)
                 number += 1
@@ -234,11 +241,17 @@ def texts(session: Session) -> dict[str, Texts]:
 
 
 def _words_in(value: Any) -> list[str]:
-    """All that a value says, in its order: texts, numbers, and a hash of bytes (a picture)."""
+    """All contents of a value, in order: texts, numbers, and a hash of bytes (a picture)."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        value = list(value.values())
+        # arguments of calls count to the letter, with their keys
+        whole = (
+            [hashlib.sha256(canonical(value["arguments"])).hexdigest()]
+            if "arguments" in value
+            else []
+        )
+        value = [*value.values(), *whole]
     if isinstance(value, list | tuple):
         return [word for inside in value for word in _words_in(inside)]
     if isinstance(value, bytes):
@@ -247,22 +260,13 @@ def _words_in(value: Any) -> list[str]:
 
 
 def broken_in(words: list[str]) -> tuple[str, str] | None:
-    """What is wrong with the first broken character of these texts, and the words around it; None: nothing."""
-
-    def excerpt(text: str, start: int, stop: int) -> str:
-        return text[max(0, start - 15) : stop + 15]
-
+    """The fault of the first broken character in these texts, with the words around it; None if there is none."""
     for text in words:
-        if "\ufffd" in text:
-            at = text.index("\ufffd")
-            return UNDECODED, excerpt(text, at, at + 1)
-        if text.isascii():
-            if text.encode().translate(None, ALLOWED) and (match := CONTROL.search(text)):
-                return CONTROLS, excerpt(text, *match.span())
-            continue
-        for what, pattern in ((MISREAD, MOJIBAKE), (CONTROLS, CONTROL)):
+        if text.isascii() and not text.encode().translate(None, ALLOWED):
+            continue  # nearly every text, and far faster than the patterns
+        for what, pattern in ((UNDECODED, LOST), (MISREAD, MOJIBAKE), (CONTROLS, CONTROL)):
             if match := pattern.search(text):
-                return what, excerpt(text, *match.span())
+                return what, text[max(0, match.start() - 15) : match.end() + 15]
     return None
 
 
@@ -270,15 +274,14 @@ def broken_in(words: list[str]) -> tuple[str, str] | None:
 
 SAMPLES = 20_000
 TOKENS = 1_000_000
-"""Samples of a split, and their tokens, that are looked at."""
+"""Maximum samples of a split to examine, and maximum tokens of them."""
 HASH = np.uint64(0x9E3779B97F4A7C15)
 Hashes: TypeAlias = NDArray[np.uint64]
 
 
 def hash_with_pictures(ids_T: NDArray[Any], shown: Iterable[tuple[int, int]]) -> Hashes:
     """A number for each token, from its id and the pictures up to it: equal words about different pictures differ.
-
-    ``shown``: where each picture begins, and the first eight bytes of its SHA-256.
+    ``shown``: the start of each picture, and the first eight bytes of its SHA-256.
     """
     seen_T = ids_T.astype(np.uint64)
     for start, content in shown:
@@ -292,10 +295,10 @@ class Flat(NamedTuple):
 
     data: Dataset
     index_S: IntArray
-    """Which samples of the split."""
+    """Index of each sample in its split."""
     ids_T: NDArray[np.int32]
     start_S: IntArray
-    """Where each begins; one more, the end."""
+    """Start of each sample, and one more entry for the end."""
     is_target_T: NDArray[np.bool_]
     seen_T: Hashes
     """Each token with the pictures before it, for telling samples apart."""
@@ -306,12 +309,12 @@ class Flat(NamedTuple):
 
     @property
     def sample_T(self) -> IntArray:
-        """The number, in here, of the sample that each token belongs to."""
+        """Number of the sample, counted here, that each token belongs to."""
         return np.repeat(np.arange(self.num_samples), np.diff(self.start_S))
 
     @property
     def looked_at(self) -> str:
-        """For a finding: nothing if it is all of them."""
+        """Text for a finding about the samples examined; empty if they are all."""
         if self.num_samples == len(self.data):
             return ""
         return f"; {self.num_samples:,} of {len(self.data):,} samples looked at"
@@ -327,15 +330,16 @@ def flat_train(session: Session) -> Flat:
 
 
 def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
-    """Samples spread evenly over those at hand, at most so many, and about so many tokens."""
-    looked = list(data.at_hand())
+    """Samples spread evenly over the available ones: at most this many, with about this many tokens."""
+    # samples at even distances, as many as the bounds allow
+    looked = list(data.local_shards())
     own_S = np.concatenate([np.arange(own.start, own.stop) for own, _ in looked])
-    share = tokens / sum(entry.counts.num_tokens for _, entry in looked)
+    share = tokens / sum(shard.counts.num_tokens for _, shard in looked)
     most = min(own_S.size, samples, max(1, int(share * own_S.size)))
     index_S = own_S[np.unique(np.linspace(0, own_S.size - 1, most).astype(np.int64))]
     ids, seen, targets, sizes = [], [], [], []
-    for own, entry in looked:
-        arrays = entry.arrays
+    for own, shard in looked:
+        arrays = shard.arrays
         chosen = index_S[(index_S >= own.start) & (index_S < own.stop)] - own.start
         places, lengths = _ranges(arrays["offsets"], chosen)
         sizes.append(lengths)
@@ -351,6 +355,7 @@ def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
                 seen.append(hash_with_pictures(own_T, zip(starts, numbers, strict=True)))
         else:
             seen.append(ids[-1].astype(np.uint64))
+        # targets, moved from places in samples to places in the flat array
         target_places, counts = _ranges(arrays["target_offsets"], chosen)
         is_target = np.zeros(places.size, dtype=bool)
         is_target[arrays["target_at"][target_places] + np.repeat(stops - lengths, counts)] = True
@@ -371,7 +376,7 @@ def _ranges(offsets: IntArray, chosen: IntArray) -> tuple[IntArray, IntArray]:
 # -- tokens and targets
 
 BROKEN = 0.1
-"""A larger share of rows is most of a file, and what is wrong with them was done to the file."""
+"""Share of broken rows above which the whole file is taken to be at fault."""
 
 
 @check("data.tokens", after=["data.rows"])
@@ -383,7 +388,7 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
     """
     look, tokenizer, size = flat_train(session), session.tokenizer, session.language.num_rows
     for _, data in session.data:
-        if beyond := data.first_beyond(size):
+        if beyond := data.first_id_over(size):
             place, index = beyond
             token = tokenizer.convert_ids_to_tokens(index)
             return failed(
@@ -393,6 +398,7 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
                 remedy="use the model's own tokenizer; tokens that somebody added to it are to be taken out and named "
                 "in tokens.add, which gives the model rows for them",
             )
+    # the unknown token
     unknown_id = tokenizer.unk_token_id
     is_unknown = look.ids_T == (-1 if unknown_id is None else unknown_id)
     num_unknown = int(is_unknown.sum())
@@ -428,6 +434,7 @@ def _wrong_texts(session: Session) -> Finding | None:
     train = texts(session)["train"]
     every = [text for split in texts(session).values() for text in split.broken]
     num_every = sum(len(split.places) for split in texts(session).values())
+    # a wrong encoding damages many rows, and then the whole file is at fault
     misread = [text for text in train.broken if text.what != CONTROLS]
     is_many = len(misread) > BROKEN * len(train.places)
     broken, number = (misread, len(train.places)) if is_many else (every, num_every)
@@ -449,6 +456,7 @@ def _wrong_texts(session: Session) -> Finding | None:
             remedy="look at these rows; correct them, or leave them out: the model learns to write such characters",
         )
     rows = first_rows(session)
+    # texts that some program escaped
     entities, line_breaks = [], []
     for row in rows:
         if isinstance(row, Document):
@@ -467,7 +475,7 @@ def _wrong_texts(session: Session) -> Finding | None:
             return warned(
                 f"{len(places):,} of {len(rows):,} rows have {what}",
                 measured=(len(places), f"of {len(rows):,} rows"),
-                evidence=places[:SHOWN],
+                evidence=places[:MAX_ROWS],
                 remedy="undo what the program that wrote the file did to its texts, or leave them if the answers are "
                 "to be written so",
             )
@@ -479,13 +487,15 @@ def _broken_examples(broken: Sequence[BrokenText]) -> list[str]:
     first = {text.excerpt: text for text in reversed(broken)}
     different = [text for text in broken if first[text.excerpt] is text]
     return [
-        f"{short_place(text.place)}: {text.excerpt!r} ({text.what})" for text in different[:SHOWN]
+        f"{short_place(text.place)}: {text.excerpt!r} ({text.what})"
+        for text in different[:MAX_ROWS]
     ]
 
 
 MISSING = {"nan", "null", "undefined", "<na>", "[object object]"}
-"""What programs write for a value that is not there."""
-WITHOUT = "no targets"  # why data.without_targets=drop left a row out
+"""Texts that programs write for a missing value."""
+WITHOUT = ("no targets", " is empty")
+"""Reasons of data.without_targets=drop and data.empty=drop for leaving out a row."""
 
 
 @check("data.targets", after=["data.rows"])
@@ -496,19 +506,22 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     """
     skip_if(session.is_generated, GENERATED)
     report, look, pairs = session.train.report, flat_train(session), exchanges(session)
-    without = [row for row in report.dropped if row.reason == WITHOUT]
+    # rows that were dropped for having nothing to learn
+    without = [row for row in report.dropped if row.reason.endswith(WITHOUT)]
     if 2 * len(without) > report.num_rows:
         return failed(
             f"{len(without):,} of {report.num_rows:,} rows have nothing to learn and were dropped",
             measured=(len(without), f"of {report.num_rows:,} rows"),
-            evidence=[row.place for row in without[:SHOWN]],
-            remedy="see that rows have assistant turns that are learned (roles, train: false, data.targets); what "
-            "data.without_targets=drop leaves out is most of the data",
+            evidence=[row.place for row in without[:MAX_ROWS]],
+            remedy="see that rows have assistant turns that are learned (roles, train: false, data.targets); "
+            "data.without_targets=drop or data.empty=drop leaves most rows out",
         )
+    # samples whose targets are their end alone
     is_word_T = look.is_target_T & ~np.isin(look.ids_T, session.stops.ids)
     num_words_S = np.add.reduceat(is_word_T, look.start_S[:-1], dtype=np.int64)
     empty = np.flatnonzero(num_words_S == 0)
     answers = [pair.answer.strip() for pair in pairs]
+    # answers that a program wrote for a missing value
     missing = [pair for pair in pairs if pair.answer.strip().lower() in MISSING]
     fewest = 4  # one answer for fewer rows says nothing
     # the last five are answers if others are there too
@@ -518,17 +531,17 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
 
     def about(same: Sequence[Exchange]) -> dict[str, Any]:
         """The finding about rows with one answer."""
-        answer = cut_end(same[0].answer.strip(), 20)
+        answer = quoted(same[0].answer.strip(), 20)
         return {
             "says": f"{len(same):,} of {len(pairs):,} answers are {answer}",
             "measured": (len(same), f"of {len(pairs):,} rows"),
-            "evidence": [pair.place for pair in same[:SHOWN]],
+            "evidence": [pair.place for pair in same[:MAX_ROWS]],
         }
 
     about_empty: dict[str, Any] = {
         "says": f"{empty.size:,} of {look.num_samples:,} samples have no answer but its end",
         "measured": (int(empty.size), f"of {look.num_samples:,} samples"),
-        "evidence": [look.name(int(number)) for number in empty[:SHOWN]],
+        "evidence": [look.name(int(number)) for number in empty[:MAX_ROWS]],
     }
     if 2 * empty.size > look.num_samples:
         remedy = (
@@ -545,6 +558,7 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     if empty.size:
         remedy = "remove these rows, or the model learns to say nothing to some prompts"
         return warned(**about_empty, remedy=remedy)
+    # one answer to nearly everything
     common, times = Counter(answers).most_common(1)[0] if answers else ("", 0)
     if common and times >= fewest and times > 0.9 * len(pairs):
         remedy = (
@@ -566,7 +580,8 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
     was cut has lost the place where it ends.
     """
     report, config = session.train.report, session.run.data
-    dropped = [row for row in report.dropped if row.reason != WITHOUT]
+    # what was lost by length: whole rows, and ends of answers
+    dropped = [row for row in report.dropped if not row.reason.endswith(WITHOUT)]
     cut = [row for row in report.cut if row.targets_lost]
     is_split = config.too_long == "split"
     are_documents = all(isinstance(row, Document) for row in first_rows(session))
@@ -583,7 +598,7 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
         return failed(
             f"{num_lost:,} of {number:,} {unit} {what}",
             measured=(num_lost, f"of {number:,} {unit}"),
-            evidence=[f"{row.place}: {row.reason}" for row in lost[:SHOWN]],
+            evidence=[f"{row.place}: {row.reason}" for row in lost[:MAX_ROWS]],
             remedy=f"{share:.1%} of what is to be learned is gone; raise data.max_length, or lower data.min_length",
         )
     if not report.dropped and not report.cut:

@@ -1,4 +1,4 @@
-"""What the rows say: repeats, lengths, leaks between prompt and answer and between train and eval, and the labels of
+"""Contents of the rows: repeats, lengths, leaks between prompt and answer and between train and eval, and labels of
 judged answers.
 
 Judged data: of more than two compared answers the best and the worst are the pair, and a bounded number of rows, spread
@@ -25,25 +25,22 @@ from taut.checks.data import (
     hash_with_pictures,
     texts,
 )
+from taut.checks.records import MAX_ROWS
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
 from taut.checks.session import Session, once
 from taut.data.dataset import Dataset
-from taut.data.entries import VALUE
 from taut.data.label_noise import Lengths, PairIds, PairReport, examine_pairs
-from taut.data.lengths import LengthCounts
 from taut.data.packing import ids_with_pictures
+from taut.data.store.shards import VALUE, LengthCounts
 from taut.evals.statistics import wilson_interval
 from taut.methods.method import RunConfig
 from taut.models.load import context_length
 from taut.types import FloatArray, IntArray
 
-SHOWN = 4
-"""Lines of evidence."""
-
 # -- repeats and lengths
 
 OFTEN = 10
-"""A row that occurs so many times is a warning."""
+"""Number of occurrences of one row that is a warning."""
 
 
 @check("data.repeats", after=["data.rows"])
@@ -56,6 +53,7 @@ def few_rows_repeat_others(session: Session) -> Finding:
     number, parts, looked_at = 0, list[str](), dict[str, None]()
     few, many = list[str](), list[str]()  # examples
     for split, rows in texts(session).items():
+        # groups of rows that are equal but for case, white space and punctuation
         _, first_G, group_S, count_G = np.unique(
             rows.normal_S, return_index=True, return_inverse=True, return_counts=True
         )
@@ -63,7 +61,8 @@ def few_rows_repeat_others(session: Session) -> Finding:
         num_near = num_repeats - (rows.exact_S.size - np.unique(rows.exact_S).size)
         most = int(count_G.max(initial=0))
         is_warning = num_repeats > 0.01 * num_rows or most >= OFTEN
-        for group in np.lexsort((first_G, -count_G))[:SHOWN]:
+        # the largest groups first
+        for group in np.lexsort((first_G, -count_G))[:MAX_ROWS]:
             if count_G[group] < 2:
                 break
             first, second = np.flatnonzero(group_S == group)[:2]
@@ -106,11 +105,12 @@ def the_longest_sample_has_positions(session: Session) -> Finding:
                 measured=(data.lengths.longest, f"tokens of {context:,}"),
                 evidence=[
                     f"{data.sample_id(index)}: {data.length(index):,} tokens"
-                    for index in data.longer_than(context or np.inf, SHOWN)
+                    for index in data.longer_than(context or np.inf, MAX_ROWS)
                 ],
                 remedy=f"set data.max_length={context}, or write max_position_embeddings (and rope scaling) into the "
                 "model's config.json if it was made for more",
             )
+    # what fits the model may still exceed a micro-batch
     longest = max(data.lengths.longest for _, data in session.data)
     lengths, budget = session.train.lengths, session.run.batch.tokens_per_microbatch
     notes = [length_histogram(lengths)]
@@ -123,7 +123,7 @@ def the_longest_sample_has_positions(session: Session) -> Finding:
 
 
 def length_histogram(lengths: LengthCounts) -> str:
-    """How many samples have up to 32, 64, ... tokens, on one line."""
+    """Counts of samples with up to 32, 64, ... tokens, on one line."""
     bin_L = np.maximum(4, np.ceil(np.log2(lengths.size_L))).astype(int)
     shares = []
     for exponent in np.unique(bin_L):
@@ -151,6 +151,7 @@ def prompts_do_not_give_the_answer_away(session: Session) -> Finding:
     number, unit = len(pairs), f"of {len(pairs):,} rows"
     enough = max(4, 0.8 * number)
     remedy = "the model would learn to repeat what it is never shown again; take the answer out of the prompt"
+    # the prompt ends with the answer
     at_end = [pair for pair in pairs if ends_with_answer(pair)]
     if len(at_end) >= enough and not is_copying(at_end):
         return failed(
@@ -158,7 +159,7 @@ def prompts_do_not_give_the_answer_away(session: Session) -> Finding:
             measured=(len(at_end), unit),
             evidence=[
                 f"{pair.place}: ...{pair.prompt[-60:]!r} -> {pair.answer[:40]!r}"
-                for pair in at_end[:SHOWN]
+                for pair in at_end[:MAX_ROWS]
             ],
             remedy=f"{remedy} (data.columns)",
         )
@@ -173,9 +174,10 @@ def prompts_do_not_give_the_answer_away(session: Session) -> Finding:
         return failed(
             f"in {len(named):,} of {number:,} rows the prompt has the whole answer after {words!r}",
             measured=(len(named), unit),
-            evidence=[f"{pair.place}: {pair.answer[:40]!r}" for pair in named[:SHOWN]],
+            evidence=[f"{pair.place}: {pair.answer[:40]!r}" for pair in named[:MAX_ROWS]],
             remedy=f"{remedy} (its system message, data.columns)",
         )
+    # anywhere else it is only counted
     somewhere = sum(pair.answer.strip() in pair.prompt for pair in pairs)
     says = f"{somewhere / number:.0%} of answers occur somewhere in their prompt"
     return passed(says, len(at_end), f"of {number:,} prompts end with it")
@@ -216,12 +218,13 @@ def eval_is_not_trained_on(session: Session) -> Finding:
         return skipped("there is no data.eval")
     look = flat(session.eval, tokens=200_000, samples=2_000)
     train, held_out = texts(session)["train"], texts(session)["eval"]
+    # equal as text, or equal as ids
     is_known = np.isin(held_out.normal_S, train.normal_S)
     known_places = {held_out.places[number] for number in np.flatnonzero(is_known)}
     is_equal_row = [look.data.row_place(int(index)) in known_places for index in look.index_S]
     is_equal = equal_samples(session.train, look) | np.array(is_equal_row)
     num_equal, unit = int(is_equal.sum()), f"of {look.num_samples:,} eval samples"
-    names = [look.name(int(number)) for number in np.flatnonzero(is_equal)[:SHOWN]]
+    names = [look.name(int(number)) for number in np.flatnonzero(is_equal)[:MAX_ROWS]]
     equal = f"{num_equal:,} {unit} are in data.train"
     metric = metric_on_eval(session.run)
     if metric and 2 * num_equal > look.num_samples:
@@ -231,9 +234,10 @@ def eval_is_not_trained_on(session: Session) -> Finding:
             evidence=names,
             remedy="hold out rows that are not trained on, or unset eval.best",
         )
+    # most of whose 13-grams are trained on
     is_similar = is_equal | similar_samples(flat_train(session), look)
     num_similar = int(is_similar.sum())
-    some = "; of data.train the shards at hand looked at" if session.train.is_elsewhere else ""
+    some = "; of data.train the shards at hand looked at" if session.train.is_remote else ""
     says = f"{num_equal:,} equal, {num_similar:,} mostly in data.train{look.looked_at}{some}"
     if num_equal > 0.01 * look.num_samples:
         return warned(
@@ -247,25 +251,27 @@ def eval_is_not_trained_on(session: Session) -> Finding:
 
 
 def metric_on_eval(run: RunConfig) -> str | None:
-    """The metric on data.eval that chooses the model to keep; None: there is none, or it is measured on other data."""
+    """The metric on data.eval that selects the model to keep; None if there is none, or other data are measured."""
     best = run.eval.best
     return best if best == "loss" or run.eval.answers.data is None else None
 
 
 def equal_samples(train: Dataset, look: Flat) -> NDArray[np.bool_]:
-    """Which samples are in ``train``, id for id, with the same pictures."""
+    """Mask of the samples that occur in ``train``, id for id, with the same pictures."""
+    # few training samples have the lengths and eight tokens of one of these
     lengths_S = np.diff(look.start_S)
     keys_S = _sample_keys(look.ids_T, look.start_S[:-1], lengths_S)
     wanted: dict[bytes, list[int]] = {}
     for number, (start, stop) in enumerate(zip(look.start_S, look.start_S[1:], strict=False)):
         wanted.setdefault(look.seen_T[start:stop].tobytes(), []).append(number)
     candidates: list[int] = []  # training samples of the same lengths, equal in a few tokens
-    for own, entry in train.at_hand():
-        offsets = np.asarray(entry.arrays["offsets"])
+    for own, shard in train.local_shards():
+        offsets = np.asarray(shard.arrays["offsets"])
         shard_lengths = np.diff(offsets)
         chosen = np.flatnonzero(np.isin(shard_lengths, np.unique(lengths_S)))
-        keys = _sample_keys(entry.arrays["ids"], offsets[:-1][chosen], shard_lengths[chosen])
+        keys = _sample_keys(shard.arrays["ids"], offsets[:-1][chosen], shard_lengths[chosen])
         candidates += (chosen[np.isin(keys, np.unique(keys_S))] + own.start).tolist()
+    # those few are compared in full
     is_equal = np.zeros(lengths_S.size, dtype=bool)
     for index in candidates[:20_000]:
         sample = train[index]
@@ -288,6 +294,7 @@ def _sample_keys(ids_T: NDArray[np.int32], starts: IntArray, lengths: IntArray) 
 def similar_samples(train: Flat, look: Flat) -> NDArray[np.bool_]:
     """Samples of whose grams at least half occur in ``train``."""
     (hash_G, sample_G), (train_hashes, train_sample) = _grams(look), _grams(train)
+    # in how many training samples each gram occurs
     known, inverse_G = np.unique(hash_G, return_inverse=True)
     if not known.size or not train_hashes.size:
         return np.zeros(look.num_samples, dtype=bool)
@@ -295,6 +302,7 @@ def similar_samples(train: Flat, look: Flat) -> NDArray[np.bool_]:
     hits = np.unique(np.stack([at, train_sample])[:, at >= 0], axis=1)
     times = np.bincount(hits[0], minlength=known.size)
     is_common = times > max(3, 0.05 * train.num_samples)  # all samples begin with these
+    # of the other grams, at least half occur in training
     is_own_G = ~is_common[inverse_G]
     num_own = np.bincount(sample_G[is_own_G], minlength=look.num_samples)
     is_in_train_G = is_own_G & (times[inverse_G] > 0)
@@ -303,7 +311,7 @@ def similar_samples(train: Flat, look: Flat) -> NDArray[np.bool_]:
 
 
 def _places(hashes: Hashes, known: Hashes) -> IntArray:
-    """Where each hash is in ``known`` (sorted); -1 if it is not. A table of 20 bits leaves out most that are not."""
+    """Index of each hash in ``known`` (sorted), or -1. A table of 20 bits rules out most absent ones."""
     low = np.uint64(2**20 - 1)
     may_be = np.zeros(2**20, dtype=bool)
     may_be[(known >> np.uint64(40)) & low] = True
@@ -332,7 +340,7 @@ def _grams(look: Flat) -> tuple[Hashes, IntArray]:
 
 @once
 def pair_report(session: Session) -> PairReport:
-    """What the training data say about their own labels."""
+    """Contradictions and biases among the labels of the training data."""
     num_rows = session.train.num_groups
     chosen = np.unique(np.linspace(0, num_rows - 1, min(num_rows, 10_000)).astype(np.int64))
     pairs = []
@@ -349,7 +357,7 @@ def pair_report(session: Session) -> PairReport:
 
 def _values(session: Session, name: str) -> FloatArray:
     """A value of every training sample, in their order."""
-    skip_if(session.train.is_elsewhere, "it would fetch every shard")
+    skip_if(session.train.is_remote, "it would fetch every shard")
     shards = [entry for part in session.train.parts for entry in part.shards]
     return np.concatenate([entry.arrays[VALUE + name] for entry in shards]).astype(np.float64)
 
@@ -364,17 +372,19 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
     """
     skip_if(session.run.row_kind != "preference", "the rows are no comparisons")
     report, loaded = pair_report(session), session.train.report
+    # the same answer twice in one row
     same = [row for row in loaded.dropped if "are the same, token for token" in row.reason]
     if same and 2 * len(same) > loaded.num_rows:
         return failed(
             f"{len(same):,} of {loaded.num_rows:,} rows have the same answer twice",
             measured=(len(same), "rows"),
-            evidence=[row.place for row in same[:SHOWN]],
+            evidence=[row.place for row in same[:MAX_ROWS]],
             remedy="name the right columns in data.columns: chosen and rejected are to differ",
         )
     unit = f"of {report.num_pairs:,} pairs"
+    # the same two answers with the opposite label
     number = len(report.contradictions)
-    places = [f"{pair.place} and {pair.earlier}" for pair in report.contradictions[:SHOWN]]
+    places = [f"{pair.place} and {pair.earlier}" for pair in report.contradictions[:MAX_ROWS]]
     if report.is_many(number):
         return failed(
             f"{number:,} of {report.num_pairs:,} pairs contradict another: the same answers, the other way round",
@@ -390,6 +400,7 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
         notes.append(f"{number:,} contradict another: {places[0]}")
     if report.repeats:
         notes.append(f"{len(report.repeats):,} {unit} repeat another")
+    # how the lengths of answers go with the labels
     lengths = report.lengths
     if lengths.num_unequal and is_biased(lengths):
         side = "longer" if lengths.num_longer > lengths.num_unequal / 2 else "shorter"
@@ -412,7 +423,7 @@ def is_biased(lengths: Lengths) -> bool:
 
 
 def length_bias(lengths: Lengths) -> str:
-    """How length goes with the label, with a 95% interval."""
+    """Relation of length and label, with a 95% interval."""
     share = lengths.num_longer / lengths.num_unequal
     low, high = wilson_interval(lengths.num_longer, lengths.num_unequal)
     says = f"chosen is the longer in {share:.0%} of pairs ({low:.0%} to {high:.0%})"
@@ -436,7 +447,7 @@ def few_labels_look_flipped(session: Session) -> Finding:
         return passed(f"cannot tell: {flips.reason}")
     interval, unit = f"{flips.low:.0%} to {flips.high:.0%}", f"of {flips.num_pairs:,} pairs"
     suspects = [
-        f"{pair.place}: flipped with {pair.confidence:.0%}" for pair in flips.suspects[:SHOWN]
+        f"{pair.place}: flipped with {pair.confidence:.0%}" for pair in flips.suspects[:MAX_ROWS]
     ]
     if flips.is_alarming:
         return failed(
@@ -465,14 +476,14 @@ def good_and_bad_answers_are_balanced(session: Session) -> Finding:
 
     KTO's paper (arXiv 2402.01306) advises 1 to 4/3. Another one is a warning: it may be meant.
     """
-    skip_if(session.run.row_kind != "unpaired", "the rows are not labelled good or bad")
+    skip_if(session.run.row_kind != "unpaired", "the rows are not labeled good or bad")
     is_good_S = _values(session, "label") > 0.5
     number = int(is_good_S.sum())
     others, unit = is_good_S.size - number, f"of {is_good_S.size:,} are good"
     if not number or not others:
         kind = "true" if number else "false"
         return failed(
-            f"all {is_good_S.size:,} answers are labelled {kind}",
+            f"all {is_good_S.size:,} answers are labeled {kind}",
             measured=(number, unit),
             evidence=[session.train.sample_id(0)],
             remedy="one kind alone teaches no difference; add rows with the other label, or name the right column in "

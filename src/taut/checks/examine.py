@@ -1,8 +1,8 @@
-"""Asks the checks of a session in the order of ``CHECKS``, and collects their findings.
+"""Ask the checks of a session in the order of ``CHECKS``, and collect their findings.
 
-A check is left out if ``checks.skip`` names it. It is skipped, with the reason, if one it comes ``after`` failed or was
-skipped for that (its answer would be the same fault again), or if a part of the run that it needs cannot be made. With
-several ranks all of them ask alike, and a check that fails on one fails for all.
+A check is left out if ``checks.skip`` names it. It is skipped, with the reason, if a check in its ``after`` failed or
+was skipped for that (its answer would be the same fault again), or if a part of the run that it needs cannot be made.
+With several ranks every rank asks the same checks, and a check that fails on one rank fails on all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from taut.checks import CHECKS, OF_NODES, Check, Part
@@ -26,7 +26,7 @@ from taut.train.distributed import Ranks
 from taut.train.log.events import to_json
 
 
-class Answered(NamedTuple):
+class CheckResult(NamedTuple):
     """A check and its finding."""
 
     name: str
@@ -39,7 +39,7 @@ class Answered(NamedTuple):
     """Whether ``checks.skip`` names it."""
 
     def as_fields(self) -> dict[str, Any]:
-        """For JSON: in its own types; a number that is not finite is a text, as in the run's log."""
+        """Fields for JSON, in JSON's own types; a non-finite number is a text, as in the run log."""
         head = {"name": self.name, "question": self.question}
         tail = {"seconds": round(self.seconds, 3), "cause": self.cause}
         fields = {**head, **self.finding.as_fields(), **tail}
@@ -48,32 +48,47 @@ class Answered(NamedTuple):
 
 @dataclass(frozen=True)
 class Examination:
-    """All that was asked."""
+    """All results."""
 
     part: Part
-    answered: tuple[Answered, ...]
+    results: tuple[CheckResult, ...]
 
     @property
-    def failures(self) -> list[Answered]:
-        return [answered for answered in self.answered if answered.finding.outcome == "failed"]
+    def failures(self) -> list[CheckResult]:
+        return [result for result in self.results if result.finding.outcome == "failed"]
 
     @property
-    def warnings(self) -> list[Answered]:
-        return [answered for answered in self.answered if answered.finding.outcome == "warning"]
+    def warnings(self) -> list[CheckResult]:
+        return [result for result in self.results if result.finding.outcome == "warning"]
 
     @property
     def seconds(self) -> float:
-        return sum(answered.seconds for answered in self.answered)
+        return sum(result.seconds for result in self.results)
 
-    def after(self, earlier: Examination) -> Examination:
-        """Both, as one."""
-        return replace(self, answered=earlier.answered + self.answered)
+    def as_events(self) -> list[dict[str, Any]]:
+        """The fields of an event for each check."""
+        return [
+            {
+                "name": result.name,
+                "part": self.part,
+                "outcome": result.finding.outcome,
+                "value": result.finding.number,
+                "unit": result.finding.unit,
+                "detail": result.finding.says,
+                "evidence": result.finding.evidence,
+                "remedy": result.finding.remedy,
+                "notes": result.finding.notes,
+                "left_out": result.is_left_out,
+                "seconds": result.seconds,
+            }
+            for result in self.results
+        ]
 
     def count(self, outcome: Outcome) -> int:
-        return sum(answered.finding.outcome == outcome for answered in self.answered)
+        return sum(result.finding.outcome == outcome for result in self.results)
 
     def _repr_html_(self) -> str:
-        """What failed, then warnings; the rest is counted."""
+        """Failures, then warnings, then a count of the rest."""
         counts = ", ".join(
             f"{self.count(o)} {o}" for o in ("failed", "warning", "passed", "skipped")
         )
@@ -89,44 +104,43 @@ def examine(
     session: Session | Cluster,
     part: Part = "quick",
     only: Collection[str] | None = None,
-    follow: Callable[[Answered], None] = lambda _: None,
+    follow: Callable[[CheckResult], None] = lambda _: None,
 ) -> Examination:
-    """Ask every check of ``part`` (full: all of them), or those named by ``only``; of a Cluster those of nodes.
-    ``follow`` is called with each answer.
-
-    Raises ConfigError if ``checks.skip`` names no check.
+    """Ask every check of ``part`` (full: all of them), or only the checks in ``only``; for a Cluster the checks of
+    nodes. ``follow`` is called with each result. Raises ConfigError if ``checks.skip`` names an unknown check.
     """
     left_out = session.run.checks.skip
     require_known(left_out)
     causes: dict[str, str] = {}
-    answered = []
+    results = []
     state = random_state.capture(session.ranks.device)
     for name, check in (OF_NODES if isinstance(session, Cluster) else CHECKS).items():
         if (part == "quick" and check.part == "full") or (only is not None and name not in only):
             continue
         began = time.perf_counter()
         cause = next((causes[before] for before in check.after if before in causes), None)
-        missing: str | None = None
+        owner: str | None = None
         if name in left_out:
             finding = skipped("left out by name (checks.skip)")
         elif cause is not None:
-            finding, missing = skipped(f"{cause} failed"), cause
+            finding, owner = skipped(f"{cause} failed"), cause
         else:
-            finding, missing = _ask(name, check, session)
+            finding, owner = _ask(name, check, session)
+        # a check that fails on one rank fails on all
         by_rank: list[Finding] = session.ranks.gather(finding)
-        # the first of the worst stands for all
+        # the first of the worst findings
         finding = min(by_rank, key=lambda other: {"failed": 0, "warning": 1}.get(other.outcome, 2))
         if finding.outcome == "failed" or cause:
             causes[name] = cause or name
         seconds = time.perf_counter() - began
-        answered.append(Answered(name, check.question, finding, seconds, missing, name in left_out))
+        results.append(CheckResult(name, check.question, finding, seconds, owner, name in left_out))
         random_state.restore(state, session.ranks.device)
-        follow(answered[-1])
-    return Examination(part, tuple(answered))
+        follow(results[-1])
+    return Examination(part, tuple(results))
 
 
 def require_known(names: Sequence[str]) -> None:
-    """Raise ConfigError for a name in ``checks.skip`` that no check has."""
+    """Raise ConfigError for an unknown name in ``checks.skip``."""
     for name in names:
         if name not in CHECKS and name not in OF_NODES:
             near = difflib.get_close_matches(name, [*CHECKS, *OF_NODES], 1)
@@ -137,18 +151,18 @@ def require_known(names: Sequence[str]) -> None:
 
 
 def _ask(name: str, check: Check, session: Session | Cluster) -> tuple[Finding, str | None]:
-    """The finding; and if a part of the run is missing for it, the check that says why."""
+    """Ask one check. Returns the finding and, if a part of the run is missing for it, the check that owns the part."""
     try:
         return check.ask(session), None
     except TautError as error:
         if isinstance(error, OutOfMemory) and session.ranks.size > 1:
             raise  # on this rank alone: the others wait inside the model, and torchrun ends them
-        says, remedy = split_error(error)
+        (says, remedy), code = split_error(error), error.code
     except Unavailable as missing:
         if missing.owner != name and missing.owner not in session.run.checks.skip:
             return skipped(f"without {missing.part}: {missing.owner} fails"), missing.owner
-        says, remedy = split_error(missing.error)
-    return failed(says, remedy=remedy), None
+        (says, remedy), code = split_error(missing.error), getattr(missing.error, "code", "")
+    return failed(says, remedy=remedy, code=code), None
 
 
 def before_training(built: Built) -> Examination | None:
@@ -167,14 +181,12 @@ def before_launch(run: RunConfig, ranks: Ranks) -> Examination | None:
 
 
 def _sound(examination: Examination) -> Examination:
-    """The examination. Raises CheckFailed where a check failed."""
+    """Return the examination. Raises CheckFailed where a check failed."""
     failures = []
-    for answered in examination.failures:
-        shown = "; ".join(answered.finding.evidence[:3])
+    for result in examination.failures:
+        shown = "; ".join(result.finding.evidence[:3])
         evidence = f" ({shown})" if shown else ""
-        failures.append(
-            f"{answered.name}: {answered.finding.says}{evidence}; {answered.finding.remedy}"
-        )
+        failures.append(f"{result.name}: {result.finding.says}{evidence}; {result.finding.remedy}")
     if failures:
         raise CheckFailed(" | ".join(failures))
     return examination

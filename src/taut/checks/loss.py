@@ -22,20 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from taut import losses
 from taut.checks import measure
 from taut.checks.attention import library_numbers
-from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
+from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session, num_tokens
 from taut.data.packing import ALONE, PackPolicy, pack
-from taut.methods.reference import STREAM
+from taut.losses.loss import count_units
+from taut.methods.settings import STREAM
 from taut.models import architecture
-from taut.models.frozen import stored_parameters
-from taut.models.heads import CRITIC, OwnCritic, scalar_head
-from taut.models.lora import is_adapted
-from taut.models.routers import RouterConfig
+from taut.models.heads import OwnCritic, scalar_head
+from taut.models.lora.adapters import is_adapted
+from taut.models.quantized.frozen_storage import stored_parameters
 from taut.models.scorer import score_hidden
 from taut.models.self_test import library_attention
+from taut.models.settings import CRITIC, RouterConfig
 from taut.train.monitors import STEADY_TARGETS, TOLERANCE
 from taut.train.trainer import Scored, Trainer, add_gradients
 from taut.types import Sample, Scores
@@ -60,6 +60,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
     measure.shard_weights(session)  # they are narrow while they are gathered
     model, storage = session.scorer.model, session.loaded.storage
     stored = set() if storage is None else stored_parameters(session.loaded.model, storage)
+    # what is stored
     narrow = [
         f"{name} is in {dtype_name(parameter.dtype)}"
         for name, parameter in model.named_parameters()
@@ -81,6 +82,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
             remedy="small updates and far positions would be rounded away; load the model in float32: remove what "
             "narrows these in its code or config, and please report the model",
         )
+    # what is computed, in one forward
     counter = ProductCounter()
     with ExitStack() as hooks, session.inference(), counter:
         for name, module in model.named_modules():
@@ -101,6 +103,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
             remedy=f"dtype={dtype_name(wanted)} is not applied there; remove the cast in the model's code, or set "
             "dtype=bfloat16 if that is what you want",
         )
+    # products of the dtype that was asked for, and of wider ones
     num_asked = sum(count for (_, dtype), count in products.items() if dtype == wanted)
     if not num_asked:
         return failed(
@@ -177,9 +180,10 @@ def embedding_and_head_are_tied_as_configured(session: Session) -> Finding:
             "the configuration ties head and embedding, and they are two tensors",
             measured=(2, "tensors"),
             evidence=[f"{names[0]} and {names[-1]}"],
-            remedy="they would train apart and one of them be lost on saving; train the embedding whole with "
-            f"lora.modules_to_save={names[:1]}, or set tie_word_embeddings to false in the model's config.json",
+            remedy="they would train apart, and saving would lose one; set "
+            f"lora.modules_to_save={names[:1]}, or tie_word_embeddings=false in the model's config.json",
         )
+    # which of the two trains
     head, embedding = (
         architecture.head(model),
         architecture.stored_table(architecture.embedding(model)),
@@ -279,21 +283,23 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
             f"{len(step.stray)} tensors get a gradient that are not to train",
             measured=(len(step.stray), "tensors"),
             evidence=shortened(step.stray),
-            remedy="a step would compute more than it learns: something in the model's code sets requires_grad while "
-            "it runs; take it out, or train these too (freeze), and please report the model",
+            remedy="something in the model's code sets requires_grad while it runs; take it out, or train these too "
+            "(freeze), and please report the model",
         )
+    # outside the graph
     outside = [name for name in step.absent if not SPARSE.search(name)]
     if outside:
         return failed(
             f"{len(outside)} of {number} trained tensors get no gradient",
             measured=(len(outside), f"of {number} tensors"),
             evidence=shortened(outside),
-            remedy="they take no part in the loss: leave them out with the key freeze; where adapters or layers are "
-            "cut off from the loss, set activation_checkpointing=false, and please report the model",
+            remedy="leave out what takes no part in the loss with the key freeze; where adapters or layers are cut off "
+            "from it, set activation_checkpointing=false, and please report the model",
         )
     if step.report is not None and step.report.loss == 0.0:
         says = "the batch is learned already: its loss is 0, and so are all gradients"
         return passed(says, number, "tensors")
+    # zero, and by nothing that explains it
     zero = [name for name, value in step.norms.items() if value == 0.0]
     unexplained = [name for name in zero if not _is_zero_at_start(session, step, name)]
     blind = architecture.parts_without_gradient(model, step.norms, unexplained)
@@ -356,11 +362,11 @@ def every_gradient_is_finite(session: Session) -> Finding:
             "named; set dtype=float32, and please report the model",
         )
     model = session.scorer.model
+    # norms by layer, for the notes
     names = {module: name for name, module in model.named_modules()}
     prefix = names[architecture.layers(model)] + "."
-    squares: dict[str, float] = defaultdict(
-        float
-    )  # of each decoder layer, and of each other tensor
+    # of each decoder layer, and of each other tensor
+    squares: dict[str, float] = defaultdict(float)
     for name, value in step.norms.items():
         inside = name.removeprefix(prefix)
         owner = name if inside == name else f"layer {inside.partition('.')[0]}"
@@ -425,7 +431,7 @@ THEORY: dict[str, tuple[str, Callable[[float], float]]] = {
     "ipo": ("1 / (2 beta)^2", lambda beta: 0.25 / beta**2),
     "sppo": ("2 / (2 beta)^2", lambda beta: 0.5 / beta**2),
 }
-"""A pair's loss if policy and reference are one, for a single term without a margin: derived by hand."""
+"""Loss of a pair if policy and reference are one, for a single term without a margin: derived by hand."""
 
 
 @check("reference.start", after=["attention.shared", "loss.gradient"])
@@ -459,10 +465,10 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
             f"policy and reference differ by {worst:.3g} nats before the first update",
             measured=(worst, "nats"),
             evidence=[where, f"at most {session.exact:g} is rounding in {session.dtype}"],
-            remedy="log-ratios would not begin at 0: the reference has other weights (an adapter left out?), another "
-            "precision or layout, or something random; name the model that is meant with reference.model, or please "
-            "report this",
+            remedy="the reference has other weights (an adapter left out?), precision or layout, or something random; "
+            "name it with reference.model, or please report this",
         )
+    # the loss of log-ratios of 0, where theory has a number
     says = f"the same on {number} targets; the loss is {report.method_loss:.6g}"
     loss: Any = session.trainer.source.loss
     (name, *others) = loss.units
@@ -486,8 +492,7 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
 # -- the step against its samples alone
 
 CROSS_ENTROPY = {"cross_entropy"}
-"""The terms of the loss that is summed here again."""
-SAMPLES_SHOWN = 3
+"""Terms of the loss that this check sums again."""
 
 
 def alone_loss(
@@ -497,6 +502,7 @@ def alone_loss(
     derivative by each number.
     """
     loss, packed = session.trainer.source.loss, pack(list(samples), ALONE)
+    # the numbers are leaves, so that the loss can be derived by them
     leaves = {name: numbers[name].detach().double().requires_grad_() for name in packed.sample_ids}
     joined = torch.cat(list(leaves.values()))
     if STREAM in loss.needs:
@@ -508,7 +514,7 @@ def alone_loss(
         observed = {name: value.detach() for name, value in loss.observe(scores, packed).items()}
         packed = replace(packed, stats=loss.statistics(observed))
     terms = loss(scores, packed).terms
-    means = [value / losses.count(loss.units[term], packed) for term, value in terms.items()]
+    means = [value / count_units(loss.units[term], packed) for term, value in terms.items()]
     total = torch.stack(means).sum()
     slopes = torch.autograd.grad(total, list(leaves.values()))
     return float(total.detach()), dict(zip(leaves, slopes, strict=True))
@@ -523,12 +529,13 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     library's own attention and head.
 
     Cross entropy is summed here again. Another loss is taken at its word, on all samples in one list: the question is
-    whether cutting, packing and dividing leave it as it is.
+    whether cutting, packing and dividing change it.
     """
     if why_not := session.run.loss_not_in_samples:
         return skipped(why_not)
     report = measure.first_step(session).report
     assert report is not None, "asked after loss.reached"
+    # targets and weights, as the samples have them
     samples, listed = session.tree_samples, _summed(session, report.scored)
     unit = "nats a target" if set(session.trainer.source.loss.units) == CROSS_ENTROPY else ""
     differ = [line for sample in samples if (line := _difference(sample, listed.get(sample.id)))]
@@ -536,9 +543,10 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
         return failed(
             f"{len(differ)} of {len(samples)} samples are not summed as they are",
             measured=(len(differ), f"of {len(samples)} samples"),
-            evidence=differ[:SAMPLES_SHOWN],
+            evidence=differ[:MAX_EXAMPLES],
             remedy="packing loses or changes targets; set batch.share_prefixes=false, and please report this",
         )
+    # the loss of the step's own numbers
     loss, _ = _loss_of(session, samples, {name: values[2] for name, values in listed.items()})
     ours = report.method_loss
     if abs(ours - loss) > 1e-5 * max(1.0, abs(loss)):  # both sum the same float32 numbers
@@ -553,6 +561,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
         return passed(says, loss, unit)
     with session.inference():
         numbers = {sample.id: _as_array(library_numbers(session, sample)) for sample in samples}
+    # the loss of samples alone, up to rounding by the derivative of each number
     alone, slopes = _loss_of(session, samples, numbers)
     number = sum(len(values) for values in numbers.values())
     slope = sum(float(values.abs().sum()) for values in slopes.values())
@@ -563,7 +572,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
             measured=(loss - alone, unit),
             evidence=[
                 f"{sample.id}: {float(numbers[sample.id].mean()):.6g} alone"
-                for sample in samples[:SAMPLES_SHOWN]
+                for sample in samples[:MAX_EXAMPLES]
             ],
             remedy="the training forward does not compute this model; set batch.share_prefixes=false and "
             "attention=reference, and please report the model",
@@ -605,7 +614,7 @@ def _as_array(values: Tensor) -> Any:
 
 
 def _difference(sample: Sample, summed: list[Any] | None) -> str | None:
-    """How a sample's targets differ from what was summed; None if they do not."""
+    """Difference between a sample's targets and the summed ones; None if there is none."""
     if summed is None:
         return f"{sample.id}: left out"
     targets, weights, _ = summed
@@ -619,7 +628,7 @@ def _difference(sample: Sample, summed: list[Any] | None) -> str | None:
 
 
 HEAD_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""Largest relative difference of the head's gradient that is rounding, by compute dtype."""
+"""Maximum relative difference of the head's gradient due to rounding, by compute dtype."""
 
 
 @check("loss.head_gradient", part="full", after=["loss.gradient"])
@@ -639,6 +648,7 @@ def the_chunked_head_gives_the_plain_gradient(session: Session) -> Finding:
     share_N = (0.5 + torch.rand(len(target_N), generator=generator)).to(hidden_ND)
     plain = _head_gradients(session, hidden_ND, target_N, share_N, None)
     worst, where = 0.0, ""
+    # both ways through the head against the plain one
     ways = {"gradient formed in the forward": True, "computed again in backward": False}
     for way, is_linear in ways.items():
         ours = _head_gradients(session, hidden_ND, target_N, share_N, is_linear)
@@ -660,9 +670,8 @@ def the_chunked_head_gives_the_plain_gradient(session: Session) -> Finding:
 def _head_gradients(
     session: Session, hidden_ND: Tensor, target_N: Tensor, share_N: Tensor, is_linear: bool | None
 ) -> dict[str, Tensor]:
-    """Gradients of the sum of share * logp. ``is_linear``: which way through the chunked head; None: plainly.
-
-    The head's tensors are copies that share the weights' memory.
+    """Gradients of the sum of share * logp. ``is_linear`` selects the path through the chunked head; None uses the
+    plain head. The head's tensors are copies that share the weights' memory.
     """
     leaves = {"hidden states": hidden_ND.clone().requires_grad_(True)}
 
@@ -672,6 +681,7 @@ def _head_gradients(
             leaves[name] = copy
         return copy
 
+    # copies that share the weights' memory, so that the run's own get no gradient
     spec = measure.head_of(session)
     rows = spec.rows
     spec = replace(
@@ -711,7 +721,7 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
     samples = session.tree_samples
 
     def alone_backward() -> None:
-        """In evaluation mode, in which no layer is computed again in backward: the attention is ours again by then."""
+        """Run backward in evaluation mode, in which no layer is computed again: the attention is ours again by then."""
         with session.inference():
             numbers = {sample.id: library_numbers(session, sample) for sample in samples}
         _, slopes = alone_loss(session, samples, numbers)
@@ -754,6 +764,7 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
     limit, worst, worst_name = measure.GRADIENT_ROUNDING[session.dtype], 0.0, ""
     trainer = session.trainer
     budget, policy = trainer.budget, trainer.policy
+    # other cuts of the same step
     if trees[0].is_atom:
         smaller = budget._replace(tokens_per_microbatch=1)
         cuts = {"one row at a time": replace(trainer, budget=smaller)}
@@ -768,6 +779,7 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
             budget=budget._replace(tokens_per_microbatch=half),
             policy=PackPolicy(is_shared, 1 if is_shared else policy.min_saved_tokens),
         )
+    # each gives the loss and the gradients that the run's cut gives
     for how, other_trainer in cuts.items():
         theirs, other = _step_of(session, other_trainer)
         name, error = measure.most_different_gradient(ours, theirs)
@@ -780,8 +792,8 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
                 f"{how}, {what} differs: the loss is {other:.6g}, as the run cuts the step {loss:.6g}",
                 measured=(max(error, apart), "relative"),
                 evidence=[f"{len(trees)} {kind}; at most {100 * limit:g}% is rounding"],
-                remedy="a step would depend on batch.tokens_per_microbatch and on the number of ranks: a mean is taken "
-                "over micro-batches, or a layer looks at the whole of one; please report this",
+                remedy="a mean is taken over micro-batches, or a layer looks at the whole of one, so the step depends "
+                "on batch.tokens_per_microbatch and ranks; please report this",
             )
         if error >= worst:
             worst, worst_name = error, name
@@ -789,7 +801,7 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
 
 
 def _step_of(session: Session, trainer: Trainer) -> tuple[dict[str, Tensor], float]:
-    """Gradients and loss of the batch as ``trainer`` cuts it."""
+    """Gradients and loss of the batch, cut as ``trainer`` cuts it."""
     losses_seen: list[float] = []
 
     def backward() -> None:

@@ -1,4 +1,4 @@
-"""What several checks measure on the model: differences between two forwards, the run's first step and its gradients,
+"""Measurements that several checks share: differences between two forwards, the run's first step and its gradients,
 and weights that are put back after a check trained them.
 
 The first step is the loop's own function with the run's own budget, policy, precision and noise, on a small batch. Its
@@ -33,16 +33,16 @@ from taut.train.trainer import StepReport, add_gradients
 from taut.types import Packed, Sample, Scores
 
 LOGIT_ROWS = 64
-"""Rows of logits in memory at a time."""
+"""Maximum rows of logits in memory at a time."""
 FLOOR = 0.05
 GRADIENT_ROUNDING = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 0.2}
-"""Largest error of a gradient that is rounding, by compute dtype."""
+"""Maximum error of a gradient due to rounding, by compute dtype."""
 
 # -- differences
 
 
 def gap(left: Tensor, right: Tensor) -> float:
-    """The largest difference; infinite if one is not a number."""
+    """The largest difference; infinite if one number is not finite."""
     return largest_gap(left, right)[0]
 
 
@@ -70,7 +70,7 @@ def most_different(
     right: Mapping[str, Tensor],
     difference: Callable[[Tensor, Tensor], float] = drift,
 ) -> tuple[str, float]:
-    """The sample whose numbers differ most, and by how much."""
+    """The sample whose numbers differ most, and the difference."""
     differences = {name: difference(left[name], right[name]) for name in left}
     return max(differences.items(), key=lambda item: item[1])
 
@@ -84,8 +84,8 @@ def target_name(session: Session, packed: Packed, at: int) -> str:
 def replace_tokens(
     session: Session, sample: Sample, at: Iterable[int], name: str | None = None
 ) -> Sample:
-    """A sample with other tokens at some places: words of the other text, no special token, which a template may mean.
-    Placeholders of pictures stay.
+    """Copy a sample with other tokens at some places: words of the other text, but no special token, which a template
+    may interpret. Placeholders of pictures stay.
     """
     other = session.pair[1]
     special = set(session.tokenizer.all_special_ids)
@@ -107,6 +107,21 @@ def first_text_token(sample: Sample, start: int) -> int:
     return int(after[0] if after.size else places[-1])
 
 
+@contextmanager
+def outputs_seen(
+    modules: Iterable[nn.Module], look: Callable[[nn.Module, Any], object]
+) -> Iterator[None]:
+    """Within the block, call ``look`` with each of the modules that runs and its (first) output."""
+
+    def hook(module: nn.Module, _: Any, output: Any) -> None:
+        look(module, output[0] if isinstance(output, tuple) else output)
+
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(hook))
+        yield
+
+
 def first_layer_that_moves(
     session: Session, left: Packed, right: Packed, tokens: Sequence[int]
 ) -> str:
@@ -114,13 +129,10 @@ def first_layer_that_moves(
     layers = list(architecture.layers(session.scorer.model))
     outputs: list[list[Tensor]] = []
 
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
+    def keep(_: nn.Module, hidden: Any) -> None:
         outputs[-1].append(hidden.detach().reshape(-1, hidden.shape[-1]).cpu())
 
-    with ExitStack() as hooks, session.inference():
-        for layer in layers:
-            hooks.enter_context(layer.register_forward_hook(keep))
+    with session.inference(), outputs_seen(layers, keep):
         for packed in (left, right):
             outputs.append([])
             session.forward(packed)
@@ -142,12 +154,12 @@ def trained(session: Session) -> dict[str, nn.Parameter]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """This rank's part of a tensor."""
     return distributed.local(tensor).detach()
 
 
 def norm(tensor: Tensor) -> float:
-    """The norm over all ranks. Not 0 if squares underflow and an entry is not 0."""
+    """Norm over all ranks. Not 0 if squares underflow and an entry is not 0."""
     for order in (2.0, torch.inf):
         norm_of_order: Any = torch.linalg.vector_norm(tensor.detach(), order)
         if hasattr(norm_of_order, "full_tensor"):
@@ -158,7 +170,7 @@ def norm(tensor: Tensor) -> float:
 
 
 def shard_weights(session: Session) -> None:
-    """The root's weights in their parts, as the optimizer has them and a backward leaves them."""
+    """Shard the root's weights, as the optimizer has them and a backward leaves them."""
     root: Any = session.scorer
     if session.ranks.is_sharded:
         root.reshard()
@@ -166,8 +178,8 @@ def shard_weights(session: Session) -> None:
 
 @contextmanager
 def gradients_deleted(session: Session) -> Iterator[None]:
-    """At the end no gradients, the mode of before, and the root's weights gathered, as a forward without gradient
-    leaves them.
+    """On exit, delete gradients and restore the mode; gather the root's weights, as a forward without gradient leaves
+    them.
     """
     root: Any = session.scorer
     was_training = root.training
@@ -182,8 +194,8 @@ def gradients_deleted(session: Session) -> Iterator[None]:
 
 @contextmanager
 def weights_put_back(session: Session) -> Iterator[dict[str, Tensor]]:
-    """Name -> a CPU copy of this rank's part of every trained tensor. At the end the weights are as before, bit for
-    bit, so that a check may train.
+    """Yield name -> CPU copy of this rank's part of every trained tensor. On exit the weights are restored bit for bit,
+    so that a check may train.
     """
     with gradients_deleted(session):
         shard_weights(session)
@@ -196,7 +208,7 @@ def weights_put_back(session: Session) -> Iterator[dict[str, Tensor]]:
 
 @torch.no_grad()
 def restore_weights(session: Session, copies: Mapping[str, Tensor]) -> None:
-    """The weights as they were when ``copies`` were made."""
+    """Restore the weights from ``copies``."""
     shard_weights(session)
     for name, parameter in trained(session).items():
         local(parameter).copy_(copies[name])
@@ -235,11 +247,11 @@ class HeadOutput:
     packed: Packed
     hidden_ND: Tensor
     plain_N: Tensor
-    """From all logits, by log_softmax."""
+    """Computed from all logits by log_softmax."""
     recomputed_N: Tensor
-    """By the way through the head that computes logits again in backward."""
+    """Computed by the path that recomputes logits in backward."""
     logp_N: Tensor | None = None
-    """By the way the run takes."""
+    """Computed by the path that the run takes."""
 
 
 @dataclass
@@ -247,20 +259,20 @@ class FirstStep:
     """One forward and backward of ``session.trees``."""
 
     report: StepReport | None = None
-    """None: nothing that the loss depends on trains."""
+    """Report of the step; None if nothing that trains affects the loss."""
     norms: dict[str, float] = field(default_factory=dict)
-    """Trained tensor -> norm of its gradient, over all ranks. Without those that have none."""
+    """Trained tensor -> norm of its gradient, over all ranks. Tensors without a gradient are absent."""
     absent: list[str] = field(default_factory=list)
     """Trained tensors without a gradient."""
     stray: list[str] = field(default_factory=list)
     """Tensors with a gradient that the optimizer does not have."""
     heads: list[HeadOutput] = field(default_factory=list)
-    """One for each micro-batch of this rank; none with a scalar head."""
+    """Head outputs of this rank's micro-batches; empty with a scalar head."""
 
 
 @once
 def first_step(session: Session) -> FirstStep:
-    """Measured once; gradients are deleted when it returns."""
+    """Measure the first step, once; gradients are deleted on return."""
     trainer, step = session.trainer, FirstStep()
     with gradients_deleted(session):
         try:
@@ -292,14 +304,11 @@ def head_of(session: Session) -> architecture.HeadSpec:
 
 @contextmanager
 def _watched_head(session: Session, heads: list[HeadOutput]) -> Iterator[None]:
-    """Keep what goes into the head and what comes out of it. A sharded head is whole only while the scorer runs."""
+    """Record the inputs and outputs of the head. A sharded head is whole only while the scorer runs."""
     scorer, batches = session.scorer, list[Packed]()
     if session.is_scalar:
         yield
         return
-
-    def keep_batch(_: nn.Module, args: tuple[Any, ...]) -> None:
-        batches.append(args[0])
 
     def compute_plainly(_: nn.Module, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():  # a reference's forward, or a statistic's
@@ -325,7 +334,7 @@ def _watched_head(session: Session, heads: list[HeadOutput]) -> Iterator[None]:
             heads[-1].logp_N = scores.logp_N.detach()
 
     with (
-        scorer.register_forward_pre_hook(keep_batch),
+        scorer.register_forward_pre_hook(lambda _, args: batches.append(args[0])),
         architecture.decoder(scorer.model).register_forward_hook(compute_plainly),
         scorer.register_forward_hook(keep_scores),
     ):

@@ -22,18 +22,19 @@ from taut.plan.memory import (
     predict_steps,
     stages,
 )
+from taut.plan.memory_options import Memory, settings_that_help
 from taut.plan.models import FUSED, Kernels
-from taut.plan.steps import workload
-from taut.plan.ways import Memory, settings_that_help
+from taut.plan.workload import workload
 from taut.types import Sample
 
 GIB, MIB = 2**30, 2**20
 MEASURED_TOKENS = 1024
-"""Tokens of the measured micro-batch, if the first rows have so many: with fewer, the weights hide what layers keep."""
+"""Tokens of the measured micro-batch, if the first rows have that many: with fewer, the weights hide the memory of
+activations."""
 
 
 def _kernels(session: Session) -> Kernels:
-    """What computes: the dtype, and the attention of this device."""
+    """The dtype and the attention that compute on this device."""
     device = session.ranks.device
     if device.type == "cuda":
         return Kernels(session.dtype, FUSED, device_memory(device))
@@ -41,7 +42,7 @@ def _kernels(session: Session) -> Kernels:
 
 
 def _in_gib(parts: Mapping[str, int]) -> str:
-    """The parts that are not close to nothing."""
+    """The parts large enough to matter, in GiB."""
     sizes = {name: size / GIB for name, size in parts.items()}
     return ", ".join(f"{name} {size:.2f}" for name, size in sizes.items() if size > 5e-3)
 
@@ -64,6 +65,7 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
         prediction = predict_steps(run, inputs.config, kernels, work, num_ranks=ranks.size)
     except ModelError as error:
         return skipped(str(error))
+    # with what a run adds around its steps
     needed = footprint(
         prediction.traced,
         ranks.size,
@@ -79,6 +81,7 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
     if run.batch.halve_when_out_of_memory and needed.around <= there:
         note = "batch.halve_when_out_of_memory=true: the token budget will be halved until it fits"
         return passed(says, peak, "GiB", [note])
+    # it does not fit: name the settings that would help
     memory = Memory(inputs.config, kernels, work.largest, work, there, ranks.size)
     return failed(
         f"does not fit: {says}",
@@ -109,6 +112,7 @@ def _coarse_bound(session: Session) -> int | None:
     num_linear = sum(module.weight.numel() for module in linear)
     if num_linear < 0.5 * (num_parameters - table.numel()):
         return None
+    # activations, weights and the head, each at its largest
     tokens = max(session.run.batch.tokens_per_microbatch, session.inputs.longest)
     width = sum(module.in_features + module.out_features for module in linear)
     weights = 5 * num_parameters  # as they are, gradients, two moments, autocast's copies
@@ -152,6 +156,7 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
         prediction = predict(run, config, _kernels(session), packed, is_first=True)
     except ModelError as error:
         return skipped(str(error))
+    # one micro-batch, really run
     measured = measure(session.built, packed, is_first=True)
     says = (
         f"{measured.bytes / MIB:,.1f} MiB for {packed.num_tokens:,} tokens, {prediction.peak / MIB:,.1f} predicted; "

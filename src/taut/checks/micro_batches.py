@@ -9,12 +9,12 @@ from itertools import combinations
 
 import numpy as np
 
-from taut.checks.records import SHOWN
+from taut.checks.records import MAX_ROWS
 from taut.checks.registry import Finding, check, failed, passed
 from taut.checks.session import Session
 from taut.data.batching import Budget, StepPlan, lay_out, samples_of, step_plan
 from taut.data.order import START
-from taut.methods.method import Offline, Streamed
+from taut.methods.sources import Offline, Streamed
 from taut.rl.online import Online
 from taut.types import IntArray, Packed, Sample, Tree
 from taut.vision.placeholders import positions_of
@@ -35,19 +35,25 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     source, last = session.trainer.source, session.trainer.num_steps
     assert isinstance(source, Offline | Online | Streamed)
     wrong: list[str] = []
+    # the first epoch has each sample as often as its weight says
     counts, weights, seen = _first_epoch(source)
     ends = np.cumsum(counts)
     for indices, is_all in seen:
-        index_S, times_S = _counted(indices, sum(counts) if is_all else None)
+        # the samples among the indices, or all samples, and how often each is there
+        index_S, times_S = np.unique(indices, return_counts=True)
+        if is_all:
+            index_S = np.arange(sum(counts))
+            times_S = np.bincount(indices, minlength=index_S.size)
         weight_S = np.array(weights)[np.searchsorted(ends, index_S, side="right")]
         is_wrong_S = (times_S > np.ceil(weight_S)) | (is_all & (times_S < np.floor(weight_S)))
-        for at in np.flatnonzero(is_wrong_S)[:SHOWN].tolist():
+        for at in np.flatnonzero(is_wrong_S)[:MAX_ROWS].tolist():
             index = int(index_S[at])
             first = session.train.row(index).start if session.run.compares_answers else index
             name = session.train.sample_id(first)
             wrong.append(
                 f"{name} is seen {times_S[at]} times an epoch, its weight is {weight_S[at]:g}"
             )
+    # the first steps, laid out as training lays them out
     begin = source.order.origin.step + 1 if isinstance(source, Offline) else 1
     plans: list[StepPlan] = []
     for step in range(begin, min(begin + 4, last) + 1):
@@ -64,7 +70,7 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
         return failed(
             f"the plan is wrong: {wrong[0]}",
             measured=(len(wrong), "differences"),
-            evidence=wrong[:SHOWN],
+            evidence=wrong[:MAX_ROWS],
             remedy="please report this, with the data if they may be shown; batch.share_prefixes=false and "
             "batch.group_prefixes=false may avoid it",
         )
@@ -103,15 +109,9 @@ def _first_epoch(
     return order.counts, order.weights, seen
 
 
-def _counted(indices: IntArray, num_samples: int | None) -> tuple[IntArray, IntArray]:
-    """The samples among ``indices``, or with ``num_samples`` all of them, and how often each is there."""
-    if num_samples is None:
-        return np.unique(indices, return_counts=True)
-    return np.arange(num_samples), np.bincount(indices, minlength=num_samples)
-
-
 def _wrong_in_step(trees: Sequence[Tree], packs: Sequence[Packed], budget: Budget) -> Iterator[str]:
-    """How a step's micro-batches differ from its samples."""
+    """Differences between a step's micro-batches and its samples."""
+    # every sample is there as often as in the step
     samples = samples_of(trees)
     by_id = {sample.id: sample for sample in samples}
     expected = Counter(sample.id for sample in samples)
@@ -122,6 +122,7 @@ def _wrong_in_step(trees: Sequence[Tree], packs: Sequence[Packed], budget: Budge
         for row, name in enumerate(packed.sample_ids):
             if name in by_id:
                 yield from _wrong_in_pack(by_id[name], packed, row)
+    # what is compared is in one micro-batch, pair by pair
     num_pairs, atoms = 0, list[list[str]]()
     for tree in trees:
         names = {sample.id for sample in tree.samples}
@@ -147,6 +148,7 @@ def _wrong_in_pack(sample: Sample, packed: Packed, row: int) -> Iterator[str]:
     """One sample, read back from a micro-batch."""
     reads = packed.read_R[packed.row_R == row]
     last_read = reads[-1]
+    # the tokens that the last read sees are the sample
     path = (packed.reach_T[: last_read + 1] > last_read).nonzero()[:, 0]
     is_own = packed.row_N == row
     at_R = [sample.num_tokens - 1] if sample.read_at_R is None else sample.read_at_R
@@ -164,17 +166,20 @@ def _wrong_in_pack(sample: Sample, packed: Packed, row: int) -> Iterator[str]:
         if not np.array_equal(actual.numpy(), expected):
             yield f"{sample.id} has other {part} in its micro-batch"
             return
+    # pictures
     digests = {media.start: media.picture.digest for media in packed.media}
     for media in sample.media:
         if media.start < size and digests.get(int(path[media.start])) != media.picture.digest:
             yield f"{sample.id} has another picture in its micro-batch"
             break
+    # targets and reads at their places
     predictors = path.numpy()[sample.target_at_N - 1]
     if not np.array_equal(packed.predictor_N[is_own].numpy(), predictors):
         yield f"{sample.id}: a target is not predicted by the token before it"
     if not np.array_equal(reads.numpy(), path.numpy()[at_R]):
         where = "last token" if sample.read_at_R is None else "steps"
         yield f"{sample.id} is not read at its {where}"
+    # values of the sample and of its reads
     for name, value in sample.values.items():
         packed_value = float(packed.values[name][row])
         if packed_value != value:

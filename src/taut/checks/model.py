@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from taut.checks.loss import dtype_name
 from taut.checks.measure import (
     GRADIENT_ROUNDING,
     drift,
@@ -16,23 +17,23 @@ from taut.checks.measure import (
     gradients_of,
     largest_gap,
     most_different_gradient,
+    outputs_seen,
     target_name,
 )
-from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
+from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session
 from taut.checks.weights import experts_in_files, open_files
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
-from taut.models.byte_rows import error_of, quantised_experts, quantised_layers
 from taut.models.compiled_layers import compiled_layers, eagerly, graphs_made
 from taut.models.heads import check_head
-from taut.models.lora import plain_skeleton
-from taut.models.quantised import format_of
+from taut.models.lora.merge import plain_skeleton
+from taut.models.quantized.quantized_layers import format_of
+from taut.models.quantized.quantized_storage import error_of, quantized_experts, quantized_layers
 from taut.train import distributed
 
-SHOWN = 3
 COMPARED = 16
-"""Quantised layers that are compared with the checkpoint."""
+"""Number of quantized layers to compare with the checkpoint."""
 
 
 @check("model.loads", after=["data.tokens"])
@@ -63,18 +64,19 @@ def what_was_asked_trains(session: Session) -> Finding:
     return passed(f"{trained:,} of {every:,} parameters train", trained / every, "of all", notes)
 
 
-@check("model.quantised", after=["model.trains"])
-def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
-    """Do quantised weights stand for the checkpoint's, within the steps of their format?
+@check("model.quantized", after=["model.trains"])
+def quantized_weights_are_the_checkpoints(session: Session) -> Finding:
+    """Do quantized weights stand for the checkpoint's, within the steps of their format?
 
     A few layers from the first to the last, and the first and the last expert of the first and the last layer that has
     some, are compared with the tensors in the files.
     """
     model = session.loaded.model
-    layers: list[tuple[str, Any]] = list(quantised_layers(model))
-    experts: list[tuple[str, Any]] = list(quantised_experts(model))
-    skip_if(not layers and not experts, "no weight is quantised")
+    layers: list[tuple[str, Any]] = list(quantized_layers(model))
+    experts: list[tuple[str, Any]] = list(quantized_experts(model))
+    skip_if(not layers and not experts, "no weight is quantized")
     skip_if(format_of(session.inputs.config) is not None, "the checkpoint holds them as they are")
+    # layers at even distances
     chosen = [
         layers[index * (len(layers) - 1) // max(1, COMPARED - 1)]
         for index in range(COMPARED if layers else 0)
@@ -85,15 +87,14 @@ def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
         for name, layer in chosen
     }
     ends = dict([*experts[:1], *experts[-1:]])
-    rows_of_experts = {  # all ranks gather, a tensor at a time
-        (name, key): _ends(
-            distributed.whole_of(
-                module._parameters[key], distributed.local(module._parameters[key])
-            )
-        )
-        for name, module in ends.items()
-        for key in module.formats
-    }
+    rows_of_experts: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for name, module in ends.items():
+        for key in module.formats:  # all ranks gather, a tensor at a time
+            parameter = module._parameters[key]
+            whole = distributed.whole_of(parameter, distributed.local(parameter))
+            numbers = {0, whole.shape[0] - 1}
+            rows_of_experts[name, key] = {number: whole[number].clone() for number in numbers}
+    # errors in multiples of the largest that the format makes
     errors: dict[str, float] = {}
     skeleton = plain_skeleton(session.scorer.model)
     with ExitStack() as stack:
@@ -116,18 +117,13 @@ def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
             f"the weights of {worst} are not those of the checkpoint",
             measured=(errors[worst], "times the largest error of the format"),
             evidence=[f"{name}: {error:.3g}" for name, error in errors.items() if error > 1][
-                :SHOWN
+                :MAX_EXAMPLES
             ],
             remedy="install the tested version of bitsandbytes (constraints.txt), and please report the model",
         )
     number = len(layers) + sum(len(module.formats) for _, module in experts)
     says = f"{len(errors)} weights of {number} tensors within the steps of their format"
     return passed(says, errors[worst], "of the largest error of the format")
-
-
-def _ends(rows: Tensor) -> dict[int, Tensor]:
-    """The rows of the first and the last expert, by their numbers."""
-    return {number: rows[number].clone() for number in {0, rows.shape[0] - 1}}
 
 
 @check("model.finite", after=["vision.placeholders"])
@@ -142,9 +138,10 @@ def all_numbers_are_finite(session: Session) -> Finding:
         return failed(
             f"{len(wrong)} tensors have values that are not finite",
             measured=(len(wrong), "tensors"),
-            evidence=wrong[:SHOWN],
+            evidence=wrong[:MAX_EXAMPLES],
             remedy="the checkpoint is damaged; copy it again, or take the one before it",
         )
+    # what the model computes
     numbers = session.alone if session.loaded.one_sample is not None else session.packed
     for name, values in numbers.items():
         if num_wrong := int((~torch.isfinite(values)).sum()):
@@ -152,8 +149,8 @@ def all_numbers_are_finite(session: Session) -> Finding:
                 f"{num_wrong} of {len(values)} {quantity.many} of {name} are not finite",
                 measured=(num_wrong, f"of {len(values)}"),
                 evidence=[_first_not_finite_layer(session)],
-                remedy=f"the model overflows in {str(session.dtype).removeprefix('torch.')}; set dtype=float32, or "
-                "take another checkpoint",
+                remedy=f"the model overflows in {dtype_name(session.dtype)}; set dtype=float32, or take another "
+                "checkpoint",
             )
     return passed(f"weights and {quantity.many} are", len(tensors), "tensors")
 
@@ -167,16 +164,15 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _first_not_finite_layer(session: Session) -> str:
+    """The first layer whose output for the pair's first sample is not finite."""
     names = {module: name for name, module in session.scorer.model.named_modules()}
     wrong: list[str] = []
 
-    def look(module: nn.Module, _: Any, output: Any) -> None:
-        if not _is_finite(output[0] if isinstance(output, tuple) else output):
+    def look(module: nn.Module, output: Any) -> None:
+        if not _is_finite(output):
             wrong.append(names[module])
 
-    with ExitStack() as hooks:
-        for layer in architecture.layers(session.scorer.model):
-            hooks.enter_context(layer.register_forward_hook(look))
+    with outputs_seen(architecture.layers(session.scorer.model), look):
         session.numbers(session.pair[:1])
     return f"first in the output of {wrong[0]}" if wrong else "not in any layer, but in the head"
 
@@ -213,16 +209,13 @@ def _forward_in_training(
     scorer = session.scorer
     names = {module: name for name, module in scorer.model.named_modules()}
 
-    def keep(module: nn.Module, _: Any, output: Any) -> None:
-        value = output[0] if isinstance(output, tuple) else output
+    def keep(module: nn.Module, value: Any) -> None:
         if isinstance(value, Tensor) and value.is_floating_point():
             sums[f"{names[module]} ({type(module).__name__})"] = value.double().sum()
 
-    was_training = scorer.training
+    was_training, watched = scorer.training, names if keeps_sums else ()
     try:
-        with ExitStack() as hooks, torch.no_grad(), session.trainer.compute():
-            for module in names if keeps_sums else ():
-                hooks.enter_context(module.register_forward_hook(keep))
+        with outputs_seen(watched, keep), torch.no_grad(), session.trainer.compute():
             scorer.train()
             return session.forward(pack([session.short_sample], ALONE))
     finally:
@@ -277,6 +270,7 @@ def compiled_layers_compute_what_eager_ones_do(session: Session) -> Finding:
     """
     skip_if(not session.run.compile, "nothing is compiled in this run")
     before = graphs_made()
+    # with graphs, and without
     numbers, gradients = _of_the_pair(session)
     made = graphs_made().since(before)
     with eagerly():

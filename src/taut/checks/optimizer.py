@@ -59,6 +59,7 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
     trainer, clip = session.trainer, session.trainer.clip_grad_norm
     rate = max(trainer.learning_rate(step) for step in range(1, min(trainer.num_steps, 10_000) + 1))
     with weights_put_back(session) as copies:
+        # the gradient of a small batch, clipped as the run clips
         before = add_gradients(trainer, session.trees, 1).loss
         optim.clip(trainer.optimizer, clip)
         groups = optim.parts(trainer.optimizer).values()
@@ -69,11 +70,11 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
             if p.grad is not None
         }
         mine: Any = trainer.optimizer
-        twin = type(mine)(
-            [{**group} for group in mine.param_groups]
-        )  # leaves the run's own as it is
+        # a twin leaves the run's own optimizer as it is
+        twin = type(mine)([{**group} for group in mine.param_groups])
         optim.set_learning_rate(twin, rate)
         twin.step()
+        # how far the weights moved, and whether along the gradient
         moved = size = slope = num_changed = 0.0
         for name, parameter in trained(session).items():
             old = copies[name].to(parameter.device)
@@ -86,6 +87,7 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
                 size += float(old.to(move.dtype).square().sum())
         trainer.optimizer.zero_grad(set_to_none=True)
         after = add_gradients(trainer, session.trees, 1).loss
+    # over all ranks
     moved, size, slope, num_changed = session.ranks.sum([moved, size, slope, num_changed])
     part = math.sqrt(moved / size) if size else 0.0
     at = f"at a learning rate of {rate:g}"
@@ -120,7 +122,7 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
 
 
 BY_HEART = 0.1
-"""Learned by heart: a loss below this part of the first, or below so many nats."""
+"""Bounds of a loss that is learned by heart: this part of the first loss, or this many nats."""
 
 
 @check("fit.overfit", part="full", after=["loss.splits"])
@@ -144,6 +146,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
         and len({sample.values["label"] > 0.5 for sample in samples}) < 2
     ):
         return skipped("the shortest rows are all good, or all bad: alone they teach nothing")
+    # how low the loss can come
     is_whole = all(p.requires_grad for p in session.scorer.model.parameters())
     is_bounded = not is_whole or session.run.loss_has_floor
     # a frozen head, above all with a scale or softcap, bounds how sure one can be; a teacher is not sure either
@@ -152,6 +155,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
     trained_tensors = session.trainer.trained
     curves: dict[float, list[float]] = {}
     with weights_put_back(session) as copies:
+        # learning rates in turn, the likeliest first
         for factor in (0.25, 2.0, 0.03125):
             rate = factor / hidden_size  # wider models take smaller ones
             groups = [{"params": some} for some in distributed.by_placement(trained_tensors)]
@@ -171,6 +175,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
                 break
             restore_weights(session, copies)
     if not is_learned:
+        # none of them learned it: the best one is named
         lowest = {
             rate: min((value for value in curve if math.isfinite(value)), default=math.inf)
             for rate, curve in curves.items()
@@ -197,15 +202,16 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
 
 
 def _consistent_trees(trees: Sequence[Tree]) -> list[Tree]:
-    """The shortest trees whose samples do not contradict those of another; good and bad answers in turn."""
+    """The shortest trees whose samples do not contradict the samples of another; good and bad answers in turn."""
 
     def contradict(one: Sample, other: Sample) -> bool:
-        """Whether they are the same, or first differ at a token that one of them has to predict."""
+        """Whether two samples are equal, or first differ at a token that one of them has to predict."""
         size = min(one.num_tokens, other.num_tokens)
         differs = one.ids_T[:size] != other.ids_T[:size]
         at = int(differs.argmax())
         return not differs.any() or at in one.target_at_N or at in other.target_at_N
 
+    # good and bad answers in turn
     by_label: dict[bool, list[Tree]] = {}
     for tree in trees:
         by_label.setdefault(tree.samples[0].values.get("label", 0.0) > 0.5, []).append(tree)
@@ -234,6 +240,6 @@ def _is_learned(session: Session, report: StepReport, curve: list[float], part: 
 
 
 def _drawn(curve: list[float]) -> str:
-    """Some of the curve."""
+    """A few points of the curve, as text."""
     kept = curve if len(curve) <= 6 else [*curve[: -1 : max(1, len(curve) // 5)], curve[-1]]
     return " ".join(f"{value:.3g}" for value in kept)

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from taut.checks.registry import Finding, check, failed, passed, skip_if, split_error
+from taut.checks.chat_template import quoted
+from taut.checks.registry import Finding, check, failed, passed, skip_if, split_error, warned
 from taut.checks.session import Session, Unavailable, once, owned_by
 from taut.data.dataset import open_sources
-from taut.data.messages import PICTURES, Conversation, images_of
-from taut.data.schema import REQUIRED, Columns, Recognised, best_row, read_any, recognise
+from taut.data.rows.messages import PICTURES, Conversation, images_of
+from taut.data.rows.schema import REQUIRED, Columns, Recognized, best_row, read_any, recognize
 from taut.errors import DataError, PictureError
 from taut.vision.content import ImageRef, decoded_size, encoded, require_allowed
 
-SHOWN = 4
-"""Lines of evidence."""
+MAX_ROWS = 4
+"""Maximum rows or columns named as evidence."""
 
 
 class Record(NamedTuple):
-    """A row as its file has it."""
+    """A row as its file holds it."""
 
     split: str
     source: str
@@ -37,12 +38,12 @@ def splits(session: Session) -> list[Any]:
 @once
 @owned_by("data.rows")
 def records(session: Session) -> list[Record]:
-    """The first records of each source of both splits; lines that are no records are left to data.rows."""
+    """The first records of each source of both splits; lines that are not records are left to data.rows."""
     first = []
     for split in splits(session):
         named = open_sources(session.run.data, split, session.run.row_kind)
         for _, columns, opened, _ in named:
-            for line, value in islice(opened.attempts(), 2000 // len(named) + 1):
+            for line, value in islice(opened.read_records(strict=False), 2000 // len(named) + 1):
                 if not isinstance(value, DataError):
                     place = opened.place(line)
                     first.append(Record(split, opened.path, place, value, columns))
@@ -57,11 +58,6 @@ def _texts_in(value: Any) -> list[str]:
     return [text for item in inside for text in _texts_in(item)]
 
 
-def cut_end(text: str, most: int) -> str:
-    """A text in a line of evidence, quoted, its end left out if it is long."""
-    return repr(text if len(text) <= most else text[: most - 3] + "...")
-
-
 PICTURES_OPENED = 200
 
 
@@ -73,6 +69,7 @@ def every_picture_can_be_read(session: Session) -> Finding:
     Pictures that data.ignore_keys leaves out are counted and not opened. Rows that cannot be read are left to
     data.rows.
     """
+    # the pictures that rows name
     pictures: list[tuple[str, ImageRef | PictureError]] = []
     for record in records(session):
         try:
@@ -99,6 +96,7 @@ def every_picture_can_be_read(session: Session) -> Finding:
                     num_ignored += len(value) if is_list else int(value not in (None, ""))
         skip_if(not num_ignored, "no row that can be read names a picture")
         return passed("the pictures are left out: data.ignore_keys", num_ignored, "pictures")
+    # each opened as training opens it
     images, broken = session.run.data.images, list[str]()
     pictures = pictures[:PICTURES_OPENED]
     try:
@@ -122,45 +120,55 @@ def every_picture_can_be_read(session: Session) -> Finding:
     unit = f"of {len(pictures):,} pictures"
     says = f"{len(broken):,} {unit} cannot be read"
     if images.bad == "drop":
-        return passed(f"{says}, and their rows are left out", len(broken), unit, broken[:SHOWN])
+        return passed(f"{says}, and their rows are left out", len(broken), unit, broken[:MAX_ROWS])
     return failed(
         says,
         measured=(len(broken), unit),
-        evidence=broken[:SHOWN],
-        remedy="correct the paths (from data.images.folder or the data file's directory, or from here), or leave the "
-        'rows out with data.images.bad="drop"; text alone is trained with the column in data.ignore_keys',
+        evidence=broken[:MAX_ROWS],
+        remedy="correct the paths (from data.images.folder, the data file's directory, or here), leave the rows out "
+        'with data.images.bad="drop", or name the column in data.ignore_keys',
     )
 
 
 _ANSWER = ("answer", "response", "output", "label", "target", "solution", "completion")
 ANSWERS = {*_ANSWER, *(f"{name}s" for name in _ANSWER), "summary", "reply"}
-"""What is to be learned, by the names that data sets give it."""
+"""Names that data sets give to columns with the answer to learn."""
 _CONTEXT = ("context", "passage", "document", "input")
 CONTEXTS = {*_CONTEXT, *(f"{name}s" for name in _CONTEXT)}
-"""What a question is about, by the names that data sets give it."""
-SEEN = {"alpaca": {*CONTEXTS, "tools"}, "completion": {*CONTEXTS, "system", "history", "tools"}}
-"""Columns that a prompt should have, if a format does not read them."""
+"""Names that data sets give to columns with the subject of a question."""
+_SEEN = {*CONTEXTS, "system", "history", "tools"}
+SEEN = {
+    "alpaca": {*CONTEXTS, "tools"},
+    **dict.fromkeys(("completion", "preference", "unpaired", "stepwise"), _SEEN),
+}
+"""Columns that belong in a prompt, although a format, or a kind of judged rows, does not read them."""
+_TOOLS = {"tool_defs", "functions", "available_tools", "tool_schemas", "function_definitions"}
+_INSTRUCTIONS = {"system_prompt", "system_message", "sys_prompt", "developer", "instructions"}
+BESIDE = {*_TOOLS, *_INSTRUCTIONS, *CONTEXTS, "history", "instruction", "knowledge"} - {"input"}
+"""Names that data sets give to columns that look like a part of the prompt beside messages."""
 REMEDY_BY_FORMAT = {
     "text": 'set data.columns={{prompt = "text", completion = "{0}"}}',
     "alpaca": 'set data.columns={{input = "{0}"}}, or join it to the instruction',
-    "completion": "join it to the prompt",
+    "beside": "name it, as in data.columns.system={0} or data.columns.tools={0}, or put it into the messages",
     "tools": "give the rows as messages, which have tools",
 }
-"""What to do with a column that is not read."""
+"""Remedy for an unread column, by format; in other formats it is joined to the prompt."""
 
 
 class ReadRecord(NamedTuple):
-    """A record, and how it is read."""
+    """A record, and the format in which it is read."""
 
     record: Record
-    how: Recognised
+    how: Recognized
 
     def shown(self, name: str) -> str:
         text = " ".join(_texts_in(self.how.unread[name]))
-        return f"{self.record.place}: {name} is {cut_end(text, 40)}"
+        return f"{self.record.place}: {name} is {quoted(text, 40)}"
 
     def is_nowhere_else(self, name: str) -> bool:
-        """Whether an unread column has words that no other column has. Numbers (a class, a score) are no words."""
+        """Whether an unread column has words that no other column has. Numbers (a class, a score) do not count as
+        words.
+        """
         value = self.how.unread[name]
         words = [text.strip() for text in _texts_in(value) if text.strip()]
         columns = self.record.value.values()
@@ -180,7 +188,7 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
     read, errors = list[ReadRecord](), []
     for record in first:
         try:
-            how = recognise(record.value, record.place, record.columns)
+            how = recognize(record.value, record.place, record.columns)
             read.append(ReadRecord(record, how))
         except DataError as error:
             errors.append(error)
@@ -196,6 +204,7 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
         return fault
     # of a run that generates, rewards may want answers, and the input of a test
     unwanted = {"input", "inputs", *ANSWERS} if session.is_generated else set()
+    # unread columns whose names say that the model should learn or see them
     unread: dict[tuple[str, str], list[ReadRecord]] = {}  # (source, column) -> rows with its words
     for row in read:
         kind, columns = row.how.format, row.record.columns
@@ -203,6 +212,8 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
         if kind == "text" and row.record.split == "train" and columns.format == "auto":
             is_chosen = any(name in columns.mapping for name in REQUIRED[kind])
             wanted = set() if is_chosen else ANSWERS
+        if kind != "text":
+            wanted = wanted | BESIDE - (CONTEXTS if session.is_generated else set())
         for name in row.how.unread:
             if name.lower() in wanted - unwanted and row.is_nowhere_else(name):
                 unread.setdefault((row.record.source, name), []).append(row)
@@ -212,24 +223,27 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
     if lost:
         (source, name), examples = next(iter(lost.items()))
         kind = examples[0].how.format
-        return failed(
+        is_beside = name.lower() not in SEEN.get(kind, ANSWERS)
+        kind_of_remedy = "beside" if is_beside else "tools" if name == "tools" else kind
+        remedy = REMEDY_BY_FORMAT.get(kind_of_remedy, "join it to the prompt")
+        return (warned if is_beside else failed)(
             f"the column {name} is passed over: format {kind} does not read it",
             measured=(len(examples), f"of {num_of[source]:,} rows"),
-            evidence=[rows[0].shown(column) for (_, column), rows in lost.items()][:SHOWN],
-            remedy=REMEDY_BY_FORMAT["tools" if name == "tools" else kind].format(name)
-            + ", or name it in data.ignore_keys if it is not to be used",
+            evidence=[rows[0].shown(column) for (_, column), rows in lost.items()][:MAX_ROWS],
+            remedy=remedy.format(name) + ", or name it in data.ignore_keys if it is not to be used",
         )
     kinds = " and ".join(Counter(row.how.format for row in read))
     if session.is_generated:
         return passed(f"{kinds}; rewards read the other columns", len(read), "rows")
     counts = Counter(name for row in read for name in row.how.unread)
-    notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(SHOWN)]
+    notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(MAX_ROWS)]
     left = f"{len(counts)} columns are not read" if counts else "every column is read"
     return passed(f"{kinds}; {left}", len(read), "rows", notes)
 
 
 def _preferences_not_read(read: Sequence[ReadRecord]) -> Finding | None:
-    """Rows that compare or judge answers, of which every answer would be learned, or none."""
+    """Rows that compare or judge answers, although every answer would be learned, or none."""
+    # chosen and rejected, of which every answer would be learned, or none
     trained = [row for row in read if row.record.split == "train"]
     unit = f"of {len(trained):,} rows"
     paired = [
@@ -245,13 +259,14 @@ def _preferences_not_read(read: Sequence[ReadRecord]) -> Finding | None:
             remedy="write the chosen answer as the last message and leave rejected out, or name both in "
             "data.ignore_keys if the answers to learn are in the other columns",
         )
+    # labels that say which answers are good
     judged = [row for row in trained if isinstance(row.how.unread.get("label"), bool)]
     bad = [row for row in judged if not row.how.unread["label"]]
     if 2 * len(judged) > len(trained) and 0 < len(bad) < len(judged):
         return failed(
             f"{len(bad):,} of {len(trained):,} answers are marked label false, and would be learned",
             measured=(len(bad), unit),
-            evidence=[f"{row.record.place}: label is false" for row in bad[:SHOWN]],
+            evidence=[f"{row.record.place}: label is false" for row in bad[:MAX_ROWS]],
             remedy="keep the rows whose label is true, or name label in data.ignore_keys if it says something else",
         )
     return None

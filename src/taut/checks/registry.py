@@ -1,12 +1,12 @@
-"""What a check is: one function that asks one question about a run, and the finding that answers it.
+"""Checks: one function asks one question about a run, and a finding answers it.
 
     @check("attention.future", after=["attention.calls"])
     def later_tokens_change_nothing_before(session: Session) -> Finding:
         "Does a later token leave everything before it as it is?"
 
-The first line of the docstring is the question. ``after`` names the direct causes of a failure: where one of them
-fails, or was itself not asked for that reason, this check is not asked, since it would report the same fault again.
-What follows from ``after`` through other checks is computed here (``in_order``).
+The first line of the docstring is the question. ``after`` names the direct causes of a failure: if one of them fails,
+or was itself not asked for that reason, this check is not asked, because it would report the same fault again. Indirect
+causes are derived here (``in_order``).
 
 A check answers with a Finding:
 
@@ -24,9 +24,12 @@ from functools import wraps
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+MAX_EXAMPLES = 3
+"""Maximum lines of evidence, where a check has no limit of its own."""
+
 Outcome = Literal["passed", "warning", "failed", "skipped"]
 Part: TypeAlias = Literal["quick", "full"]
-"""quick: asked before each training, forwards on at most 256 tokens and one backward. full: asked by request."""
+"""quick: asked before each training, with forwards on at most 256 tokens and one backward. full: asked on request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +38,19 @@ class Finding:
 
     outcome: Outcome
     says: str
-    """One line: what was found; of a skipped check, why it was not asked."""
+    """Result in one line; for a skipped check, the reason."""
     number: float | None = None
-    """What was measured."""
+    """The measured number."""
     unit: str = ""
     """The unit of the number: "nats", "tokens", "of 128 rows"."""
     evidence: tuple[str, ...] = ()
-    """For a failure or a warning: the sample, the token, the layer, one a line."""
+    """For a failure or a warning: the sample, the token or the layer, one per line."""
     remedy: str = ""
     """For a failure or a warning: what to do."""
     notes: tuple[str, ...] = ()
-    """Details of an answer that asks nothing of the user, one a line."""
+    """Details that ask nothing of the user, one per line."""
+    code: str = ""
+    """The code of the error that ended the check."""
 
     def __post_init__(self) -> None:
         assert (self.outcome in ("failed", "warning")) == bool(self.remedy), (
@@ -53,14 +58,14 @@ class Finding:
         )
 
     def as_fields(self) -> dict[str, Any]:
-        """For an event and for JSON."""
+        """Fields for an event and for JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def passed(
     says: str, number: float | None = None, unit: str = "", notes: Iterable[str] = ()
 ) -> Finding:
-    """Nothing is wrong."""
+    """Make a finding that nothing is wrong."""
     return Finding("passed", says, number, unit, notes=tuple(notes))
 
 
@@ -70,9 +75,10 @@ def failed(
     remedy: str,
     measured: tuple[float | None, str] = (None, ""),
     evidence: Iterable[str] = (),
+    code: str = "",
 ) -> Finding:
-    """The run would be wrong. ``measured``: the number and its unit."""
-    return Finding("failed", says, *measured, tuple(evidence), remedy)
+    """Make a finding that the run would be wrong. ``measured``: the number and its unit; ``code``: the error's."""
+    return Finding("failed", says, *measured, tuple(evidence), remedy, code=code)
 
 
 def warned(
@@ -83,17 +89,19 @@ def warned(
     evidence: Iterable[str] = (),
     notes: Iterable[str] = (),
 ) -> Finding:
-    """The run may start, but is probably not what the user means. ``measured``: the number and its unit."""
+    """Make a finding that the run may start, but is probably not what the user means. ``measured``: the number and its
+    unit.
+    """
     return Finding("warning", says, *measured, tuple(evidence), remedy, tuple(notes))
 
 
 def skipped(reason: str) -> Finding:
-    """The question could not be asked, or has no meaning for this run."""
+    """Make a finding that the question could not be asked, or has no meaning for this run."""
     return Finding("skipped", reason)
 
 
 class Skip(Exception):
-    """Raised in a check: the question has no meaning for this run. The message is the reason."""
+    """Raised in a check if the question has no meaning for this run. The message is the reason."""
 
 
 def skip_if(condition: object, reason: str) -> None:
@@ -103,7 +111,7 @@ def skip_if(condition: object, reason: str) -> None:
 
 
 def split_error(error: Exception) -> tuple[str, str]:
-    """An error's own words: what was found and expected, and the remedy after the last semicolon."""
+    """Split an error into its own words (found and expected) and the remedy after the last semicolon."""
     says, _, remedy = str(error).rpartition("; ")
     return says or remedy, remedy
 
@@ -112,12 +120,12 @@ Ask: TypeAlias = Callable[[Any], Finding]
 
 
 class Check(NamedTuple):
-    """A question, and when it is asked."""
+    """A question, and its place in the order."""
 
     ask: Ask
     part: Part = "quick"
     after: tuple[str, ...] = ()
-    """Checks whose failure would be the cause of this one's: as declared the direct ones, in ``CHECKS`` all of them."""
+    """Checks whose failure would cause this one's: as declared the direct ones, in ``CHECKS`` all of them."""
     follows: str | None = None
     """A check that is asked earlier, for the order alone: its failure has no consequence here."""
 
@@ -132,7 +140,7 @@ DECLARED: dict[str, Check] = {}
 def check(
     name: str, *, part: Part = "quick", after: Sequence[str] = (), follows: str | None = None
 ) -> Callable[[Ask], Ask]:
-    """Declare a function as the check ``name``. ``after``: its direct causes alone."""
+    """Declare a function as the check ``name``. ``after`` lists only its direct causes."""
 
     def declare(ask: Ask) -> Ask:
         assert name not in DECLARED, f"two checks are named {name}"
@@ -151,7 +159,7 @@ def check(
 
 
 def in_order(topics: Sequence[ModuleType]) -> dict[str, Check]:
-    """The checks of these modules in the order in which they are asked, each ``after`` all possible causes."""
+    """Sort the checks of these modules in the order in which they are asked, with all possible causes in ``after``."""
     declared = [
         {name: one for name, one in DECLARED.items() if one.ask.__module__ == topic.__name__}
         for topic in topics
@@ -160,10 +168,8 @@ def in_order(topics: Sequence[ModuleType]) -> dict[str, Check]:
 
 
 def merged(topics: Sequence[Mapping[str, Check]]) -> dict[str, Check]:
-    """Several lists of checks as one.
-
-    Each list keeps its order. The next check is the head of the first list whose head can be asked: all that it names
-    in ``after`` and ``follows`` has been asked.
+    """Merge several lists of checks. Each list keeps its order. The next check is the head of the first list whose head
+    can be asked, because every check in its ``after`` and ``follows`` has been asked.
     """
     waiting = [list(topic.items()) for topic in topics]
     ordered: dict[str, Check] = {}

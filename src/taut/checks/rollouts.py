@@ -1,14 +1,14 @@
 """Rollouts: engine, rewards and environment of a run that generates, and the engine of evaluations.
 
-Engine, rewards and environment are opened as the run opens them. The engine in this process is asked for a small
-rollout in the quick part. A server is asked by checks of the full part alone: it has to be sent the weights first.
+Engine, rewards and environment are opened as the run opens them. The quick part makes a small rollout with an engine in
+this process. Only checks of the full part ask a server, because it has to be sent the weights first.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import fmean
@@ -18,28 +18,38 @@ import numpy as np
 import torch
 
 from taut.checks.measure import local, restore_weights, shard_weights, trained, weights_put_back
-from taut.checks.registry import Finding, Skip, check, failed, passed, skip_if, skipped, split_error
+from taut.checks.registry import (
+    MAX_EXAMPLES,
+    Finding,
+    Skip,
+    check,
+    failed,
+    passed,
+    skip_if,
+    skipped,
+    split_error,
+)
 from taut.checks.session import Session, cut_out, once, owned_by
-from taut.data.prompts import PromptRow, PromptSet
+from taut.data.rows.prompts import PromptRow, PromptSet
 from taut.errors import ModelError, RenderError
-from taut.evals.answers import as_answer
-from taut.evals.during import Answering, build_answering
+from taut.evals.answers import to_reward_input
+from taut.evals.training_evals import build_answering
 from taut.inference import vllm_client
-from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
+from taut.inference.settings import Sampling
 from taut.inference.vllm import ServerEngine
 from taut.losses import advantages
 from taut.methods.inputs import engine_of
-from taut.rewards import Panel, Score, Verdict
-from taut.rewards.user import UserReward
-from taut.rewards.verifier import Answered, Judged
+from taut.rewards.custom import UserReward
+from taut.rewards.reward_set import RewardResult, RewardSet
+from taut.rewards.settings import Judged
+from taut.rewards.verifier import RewardInput, Score
 from taut.rl.online import Online
-from taut.rl.rollout import Group, Rollout, RolloutWorker, score_trees
+from taut.rl.rollout import Group, Rollout, RolloutRequest, score_trees
+from taut.rl.worker import RolloutWorker
 from taut.train.monitors import TOLERANCE
 from taut.types import Completion, FloatArray, Media, Prompt, Sample
 
-SHOWN = 3
-"""Lines of evidence."""
 NONE_GENERATED = "the run generates nothing to learn from"
 REPLAYED = "the run trains on recorded rollouts and generates none"
 
@@ -65,7 +75,7 @@ def rollout_worker(session: Session) -> RolloutWorker:
 
 
 def close(session: Session) -> None:
-    """End what was opened for checks, if the session does not go on to train."""
+    """Close everything opened for checks, if the session does not go on to train."""
     if "built" in vars(session) and session.is_generated:
         _online(session).close()
 
@@ -74,11 +84,14 @@ def close(session: Session) -> None:
 def engine_rewards_and_environment_open(session: Session) -> Finding:
     """Can engine, rewards and environment be opened as the run names them?"""
     opened = rollout_worker(session)
-    rewards = [] if opened.panel is None else opened.panel.names
+    rewards = [] if opened.reward_set is None else opened.reward_set.names
     names = opened.config.environment.names if opened.environments is not None else []
     environment = ", ".join(names) or None
     parts = [opened.config.engine, *rewards, *([environment] if environment else [])]
-    notes = [f"{name} is {value}: {reason}" for name, value, reason in opened.settled]
+    notes = [
+        f"{name} is {value}: {reason}"
+        for name, value, reason in _online(session).rollouts.decisions
+    ]
     return passed(", ".join(parts), len(rewards), "rewards", notes)
 
 
@@ -90,10 +103,8 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
     """
     engine, environments = rollout_worker(session).engine, rollout_worker(session).environments
     context: int | None = getattr(engine, "context", None)
-    length_S, most = (
-        np.concatenate(list(session.train.sizes("tokens"))),
-        rollout_worker(session).config.grows,
-    )
+    length_S = np.concatenate(list(session.train.sizes("tokens")))
+    most = rollout_worker(session).config.grows
     unit, longest = f"of {len(session.train):,} prompts", int(length_S.max())
     says = f"tokens of the longest prompt, and {most:,} of an answer"
     if context is None:
@@ -115,11 +126,12 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
                 measured=(int(long.size), unit),
                 evidence=[
                     f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens, with an answer up to {needed_S[i]:,}"
-                    for i in long[:SHOWN]
+                    for i in long[:MAX_EXAMPLES]
                 ],
                 remedy=f"start the server with --max-model-len {int(needed_S.max())}, or set rollout.max_new_tokens",
             )
     left_S = context - length_S
+    # prompts that leave no room
     full = np.flatnonzero(left_S < max(1, 0.05 * most))  # less room is none
     if full.size:
         limit = "rollout.environment.max_tokens" if environments else "rollout.max_new_tokens"
@@ -133,7 +145,7 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
             measured=(int(full.size), unit),
             evidence=[
                 f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens of {context:,}"
-                for i in full[:SHOWN]
+                for i in full[:MAX_EXAMPLES]
             ],
             remedy=f"set {shorter}, or use a model, or a server, with a longer context",
         )
@@ -156,6 +168,7 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
     if environments is None:
         return skipped("no environment answers: a path has one turn")
     assert isinstance(session.train, PromptSet)
+    # right answers stand for turns
     rows = [row for row in session.train.prompt_rows[:8] if row.references]
     turns = [(row.place, row.references[0].strip()) for row in rows]
     turns = turns or [("a stand-in", "an answer, and more of it")]
@@ -184,17 +197,17 @@ TOTAL = "the total"
 
 
 class Marks(NamedTuple):
-    """What a reward gives right answers and wrong ones, and where it fails."""
+    """A reward's values for right answers and wrong ones, and its failures."""
 
     name: str
     judges: Judged
     full_marks: float | None
-    """What a right answer gets; None: the scale is its own."""
+    """Value of a right answer; None if the reward has a scale of its own."""
     must_apply: bool
-    """Whether it is a bug that it gives no number at all."""
+    """Whether it is a bug if the reward gives no number at all."""
     right: list[tuple[PromptRow, float]]
     others: list[float]
-    """The same for the answers of another row."""
+    """Values of the answers of another row."""
     empty: list[float]
     errors: list[str]
 
@@ -204,25 +217,25 @@ class Marks(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """Answers to a row, and what the rewards give them."""
+    """Answers to a row, and the rewards' values for them."""
 
     row: PromptRow
-    right: list[Verdict]
-    others: list[Verdict]
-    """The same for the answers of another row."""
-    empty: Verdict
+    right: list[RewardResult]
+    others: list[RewardResult]
+    """Values for the answers of another row."""
+    empty: RewardResult
 
 
 class AnswersToJudge(NamedTuple):
     """Answers to a row: right ones, right ones of another row, and an empty one."""
 
     row: PromptRow
-    right: list[Answered]
-    others: list[Answered]
-    empty: Answered
+    right: list[RewardInput]
+    others: list[RewardInput]
+    empty: RewardInput
 
     @property
-    def all(self) -> list[Answered]:
+    def all(self) -> list[RewardInput]:
         return [*self.right, *self.others, self.empty]
 
 
@@ -251,19 +264,27 @@ def rewards_know_right_answers(session: Session) -> Finding:
         assert isinstance(session.train, PromptSet)
         asked = answers_to_judge(session.train.prompt_rows, num_tokens)
         if (rating := rollout_worker(session).rating) is not None:  # on every rank
-            rating.rate([answer for row in asked for answer in row.all], are_bare=True)
+            rating.rate([answer for row in asked for answer in row.all], extract=False)
     skip_if(not session.ranks.is_writer, "the first rank judges for all")
     if session.run.training_rewards:
-        panel = rollout_worker(session).panel
-        assert panel is not None
+        reward_set = rollout_worker(session).reward_set
+        assert reward_set is not None
         max_errors = _online(session).monitor.config.max_errors
-        findings.append(judge_rewards(panel, asked, max_errors, ""))
+        findings.append(judge_rewards(reward_set, asked, max_errors, ""))
     if evaluated.rewards:
-        answering = _answering(session)
-        assert answering.panel is not None
+        answering = build_answering(
+            evaluated,
+            session.run.data,
+            session.inputs.renderer,
+            engine_of(session.inputs, session.built.models, session.ranks),
+            session.trainer,
+            session.run.row_kind,
+        )
+        assert answering is not None
+        assert answering.reward_set is not None
         findings.append(
             judge_rewards(
-                answering.panel,
+                answering.reward_set,
                 answers_to_judge(answering.rows, num_tokens),
                 evaluated.max_errors,
                 "eval.answers",
@@ -274,30 +295,17 @@ def rewards_know_right_answers(session: Session) -> Finding:
     return min(findings, key=lambda finding: order.index(finding.outcome))
 
 
-@once
-@owned_by("rewards.gold")
-def _answering(session: Session) -> Answering:
-    run, renderer = session.run, session.inputs.renderer
-    make_engine = engine_of(session.inputs, session.built.models, session.ranks)
-    kind = run.row_kind
-    built = build_answering(
-        run.eval.answers, run.data, renderer, make_engine, session.trainer, kind
-    )
-    assert built is not None
-    return built
-
-
 def answers_to_judge(
     rows: Sequence[PromptRow], num_tokens: Callable[[str], int]
 ) -> list[AnswersToJudge]:
-    """Of the first rows with a right answer. A reward may take its time, and is asked some four times a row."""
+    """Answers to the first rows with a right answer. A reward may be slow, and is asked about four times per row."""
     rows = [row for row in rows if row.references][:16]
     found = []
     for number, row in enumerate(rows):
         right, others = _right_answers(row), _right_answers(rows[(number + 1) % len(rows)])
         others = [] if set(others) & set(right) else others
         of_row = [
-            [replace(as_answer(row, text), num_tokens=num_tokens(text)) for text in texts]
+            [replace(to_reward_input(row, text), num_tokens=num_tokens(text)) for text in texts]
             for texts in (right, others, [""])
         ]
         found.append(AnswersToJudge(row, of_row[0], of_row[1], of_row[2][0]))
@@ -305,34 +313,34 @@ def answers_to_judge(
 
 
 def judge_rewards(
-    panel: Panel, asked: Sequence[AnswersToJudge], max_errors: float, key: str
+    reward_set: RewardSet, asked: Sequence[AnswersToJudge], max_errors: float, key: str
 ) -> Finding:
-    """What the panel gives the rows' right answers and wrong ones.
-
-    ``key``: the table of the configuration that has ``rewards``; "" is the run itself, in which the total counts.
+    """Judge the rows' right answers and wrong ones. ``key``: the table of the configuration that has ``rewards``; "" is
+    the run itself, in which the total counts.
     """
     if not asked:
         return skipped("no row has a reference answer")
     answers = [answer for of_row in asked for answer in of_row.all]
-    verdicts = iter(panel.grade(answers, are_bare=True))  # all at once, side by side
+    reward_results = iter(reward_set.grade(answers, extract=False))  # all at once, side by side
+    # each row's results, taken apart again
     graded = [
         Graded(
             of_row.row,
-            [*islice(verdicts, len(of_row.right))],
-            [*islice(verdicts, len(of_row.others))],
-            next(verdicts),
+            [*islice(reward_results, len(of_row.right))],
+            [*islice(reward_results, len(of_row.others))],
+            next(reward_results),
         )
         for of_row in asked
     ]
     marks = [
         _marks(
             part.label,
-            panel.judges[part.label],
-            part.verifier.full_marks if panel.judges[part.label] == "correctness" else None,
+            reward_set.judges[part.label],
+            part.verifier.full_marks if reward_set.judges[part.label] == "correctness" else None,
             isinstance(part.verifier, UserReward),
             graded,
         )
-        for part in panel.parts
+        for part in reward_set.parts
     ]
     names = {
         kind: [reward.name for reward in marks if reward.judges == kind]
@@ -347,6 +355,7 @@ def judge_rewards(
             for reward in marks
         ]
         marks.append(_marks(TOTAL, "correctness", None, True, graded))
+    # the first fault of any reward
     setting = f"{key}.rewards" if key else "rewards"
     for reward in marks:
         if fault := _reward_fault(reward, len(asked), max_errors, setting):
@@ -364,7 +373,7 @@ def judge_rewards(
 
 
 def _right_answers(row: PromptRow) -> list[str]:
-    """Texts that answer a row rightly."""
+    """Texts that answer a row correctly."""
     messages: Any = row.columns.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else {}
     is_answer = isinstance(last, dict) and last.get("role") == "assistant"
@@ -379,35 +388,35 @@ def _marks(
     must_apply: bool,
     graded: Sequence[Graded],
 ) -> Marks:
-    """What the reward ``name``, or all of them together, give: of several right answers, or wrong ones, the best."""
-
-    def score_of(verdict: Verdict) -> Score:
-        return Score(verdict.total) if name == TOTAL else verdict.parts[name]
-
-    def values(verdicts: Iterable[Verdict]) -> list[float]:
-        scores = (score_of(verdict).value for verdict in verdicts)
-        return [value for value in scores if value is not None]
+    """Values of the reward ``name``, or of all rewards together; of several right or wrong answers, the best."""
 
     marks = Marks(name, judges, full_marks, must_apply, [], [], [], [])
     for row, right, others, empty in graded:
-        if error := score_of(right[0]).error:
+        scores = [
+            [Score(one.total) if name == TOTAL else one.parts[name] for one in some]
+            for some in (right, others, [empty])
+        ]
+        of_right, of_others, of_empty = (
+            [score.value for score in some if score.value is not None] for some in scores
+        )
+        if error := scores[0][0].error:
             marks.errors.append(f"{row.place}: {error}")
-        if right_values := values(right):
-            marks.right.append((row, max(right_values)))
-        if other_values := values(others):
-            marks.others.append(max(other_values))
-        marks.empty.extend(values([empty]))
+        if of_right:
+            marks.right.append((row, max(of_right)))
+        if of_others:
+            marks.others.append(max(of_others))
+        marks.empty.extend(of_empty)
     return marks
 
 
 def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) -> Finding | None:
-    """What is wrong with a reward, if anything is."""
+    """The fault of a reward, if there is one."""
     name, right = marks.name, marks.right
     if len(marks.errors) > max_errors * num_rows:
         return failed(
             f"{name} fails on {len(marks.errors)} of {num_rows} right answers",
             measured=(len(marks.errors), f"of {num_rows} are errors"),
-            evidence=marks.errors[:SHOWN],
+            evidence=marks.errors[:MAX_EXAMPLES],
             remedy=f"mend {name}, or leave it out of {setting}",
         )
     if marks.judges == "form" and (right or marks.others or not marks.must_apply):
@@ -418,11 +427,9 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
             measured=(0, f"of {num_rows} rows"),
             remedy=f"leave {name} out of {setting}, or ask it of other rows",
         )
-    values, wrong, full = (
-        [value for _, value in right],
-        marks.others + marks.empty,
-        marks.full_marks,
-    )
+    values, full = [value for _, value in right], marks.full_marks
+    wrong = marks.others + marks.empty
+    # right answers are to be worth more than wrong ones, and full marks
     if wrong and len({*wrong, *values}) == 1:
         if values[0] > 0 and name != TOTAL:
             return None
@@ -435,6 +442,7 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
         mistake = f"where it is {full:g} by its own measure"
     else:
         return None
+    # an example that did not get them
     best = marks.full_marks or max(value for _, value in right)
     row = next((row for row, value in right if value < best), right[0][0])
     table = setting.removesuffix("rewards") if "." in setting else "rollout."
@@ -442,8 +450,8 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
         f"{name} gives right answers {marks.mean:.3g} on average, {mistake}",
         measured=(marks.mean, "on average"),
         evidence=[f"{row.place}: right is {text!r:.60}" for text in _right_answers(row)[:2]],
-        remedy=f"mend {name}; or name the column with whole answers ({table}reference); or, if a reward judges form "
-        f'and not correctness, say so (judges = "form" in {setting}, or as an attribute of the function)',
+        remedy=f"mend {name}; or name the column with whole answers ({table}reference); or, if it judges form, set "
+        f'judges = "form" (in {setting}, or as an attribute of the function)',
     )
 
 
@@ -452,8 +460,8 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
 
 @once
 def _small_rollout(session: Session) -> list[Group]:
-    """The first prompts, rolled out as in training but for their number and length; nothing is rewarded. A check that
-    needs them is skipped where there are none.
+    """Roll out the first prompts as in training, but fewer and shorter, without rewards. A check that needs them is
+    skipped if there are none.
     """
     full = rollout_worker(session)
     skip_if(full.config.engine == "server", "a server is asked by engine.logps, in the full part")
@@ -462,10 +470,10 @@ def _small_rollout(session: Session) -> list[Group]:
         full.config,
         n=fork.leaves if fork.is_on else max(2, min(full.config.n, 3)),
         max_new_tokens=min(full.config.max_new_tokens, 8),
-        dynamic_sampling_rounds=0,
     )
-    small = replace(full, config=config, panel=None, is_judged=False, needs_one=False)
-    return list(small.roll(0, range(min(2, len(full.prompts)))).groups)
+    small = replace(full, config=config, reward_set=None, is_judged=False)
+    prompts = range(min(2, len(full.prompts)))
+    return list(small.take(RolloutRequest(0, _online(session).order, prompts=prompts)).groups)
 
 
 @check(
@@ -476,14 +484,15 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
     """Does each group have the answers to one prompt, each drawn by itself and compared with the others?
 
     A small rollout, group by group, and the advantages it would have if the first answer of each group were the good
-    one. That all answers to a prompt are the same has a probability, that of the engine's own draws: it tells a stream
-    that is used twice from a model that is sure.
+    one. The engine's own draws say how probable equal answers are, which tells a stream that is used twice from a
+    model that is sure.
     """
     groups, environments = _small_rollout(session), rollout_worker(session).environments
     wrong: list[str] = []
     sizes = {len(group.trajectories) for group in groups}
     if len(sizes) > 1:
         wrong.append(f"groups have {min(sizes)} to {max(sizes)} completions")
+    # every completion begins with its prompt and differs from the others
     chance, same = 0.0, []  # of completions that are the same
     for number, group in enumerate(groups):
         names = Counter(trajectory.row.id for trajectory in group.trajectories)
@@ -517,6 +526,7 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
             if first[trajectory.ids_T.tobytes()] is not trajectory and drawn_N.size:
                 chance += float(drawn_N.sum())
                 same.append(f"{name} is another completion of it once more")
+    # each prompt has one group
     counts = Counter(group.row.id for group in groups)
     wrong += [f"{name} has two groups" for name, times in counts.items() if times > 1][:1]
     if chance < -14.0:  # one in a million: not by chance
@@ -526,7 +536,7 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
         return failed(
             wrong[0],
             measured=(len(wrong), "differences"),
-            evidence=wrong[:SHOWN],
+            evidence=wrong[:MAX_EXAMPLES],
             remedy="answers would be compared with those to other prompts, or with themselves; please report this, "
             "with the settings of rollout",
         )
@@ -535,14 +545,14 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
 
 
 def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
-    """What is wrong with the advantages if the first completion without an error is the good one of its group.
-
-    All completions end as if by themselves. The better one is better by another amount in each group.
+    """Faults of the advantages if the first completion without an error is the good one of its group. All completions
+    end as if by themselves. The better one is better by a different amount in each group.
     """
     source = _online(session)
     credit = source.credit
     judged = []
     for number, group in enumerate(groups):
+        # the first completion is the good one, by a margin of the group's own
         trajectories = [replace(t, finish_reason="stop") for t in group.trajectories]
         good = next(
             (at for at, trajectory in enumerate(trajectories) if trajectory.error is None), 0
@@ -551,7 +561,9 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
         judged.append(
             Group(
                 tuple(
-                    replace(trajectory, verdict=Verdict({"check": Score(reward)}, reward))
+                    replace(
+                        trajectory, reward_result=RewardResult({"check": Score(reward)}, reward)
+                    )
                     for trajectory, reward in zip(trajectories, rewards, strict=True)
                 )
             )
@@ -561,12 +573,13 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
     wrong = [f"{name} names {times} paths" for name, times in counts.items() if times > 1]
     if wrong or not judged or not session.is_policy_gradient:
         return wrong
+    # advantages as the run would assign them
     scores = score_trees(session.trainer, credit.bare(judged), credit.wants, source.roles, 1)
-    source.taught(scores, judged, 1)
+    source.add_teacher_scores(scores, judged, 1)
     train_samples, _ = credit.assign(judged, scores)
     # these comparisons of rewards add up to 0 in each group
-    centred = (advantages.group, advantages.mean, advantages.rloo, advantages.maxrl)
-    if credit.estimator is None or credit.estimator.compare not in centred or credit.is_taught:
+    centered = (advantages.group, advantages.mean, advantages.rloo, advantages.maxrl)
+    if credit.estimator is None or credit.estimator.compare not in centered or credit.is_taught:
         return []
     advantage_of = {
         sample.id: float(sample.streams["advantage_N"][0])
@@ -577,6 +590,7 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
         # All have one offset: the mean over tokens is not that over samples.
         offset = fmean(advantage_of.values())
         advantage_of = {name: advantage - offset for name, advantage in advantage_of.items()}
+    # they add up to 0, and the best answer has the largest
     for group in judged:
         each = [advantage_of[trajectory.name] for trajectory in group.trajectories]
         place = group.row.id
@@ -605,6 +619,7 @@ def rewards_read_the_sampled_text(session: Session) -> Finding:
     ]
     wrong = []
     for trajectory in trajectories:
+        # the last turn: what was sampled after the last gap
         at_N = trajectory.sampled_at_N
         breaks = np.flatnonzero(np.diff(at_N) > 1)
         ids = trajectory.ids_T[at_N[breaks[-1] + 1 :] if breaks.size else at_N].tolist()
@@ -620,7 +635,7 @@ def rewards_read_the_sampled_text(session: Session) -> Finding:
         return failed(
             f"the text of {len(wrong)} of {len(trajectories)} completions is not that of their tokens",
             measured=(len(wrong), f"of {len(trajectories)} completions"),
-            evidence=wrong[:SHOWN],
+            evidence=wrong[:MAX_EXAMPLES],
             remedy="rewards would judge what was not said; please report this",
         )
     return passed("texts are those of the sampled tokens", len(trajectories), "completions")
@@ -641,10 +656,9 @@ class Sampled(NamedTuple):
 
 @once
 def sampled(session: Session) -> Sampled:
-    """The answers to the run's first prompts, of the engine that rollouts use, or else evaluations. A check that needs
-    them is skipped where there are none.
-
-    A run that generates is asked at its own temperature, with its own ends; a server is sent the weights before.
+    """Sample answers to the run's first prompts with the engine of rollouts, or else of evaluations. A check that needs
+    them is skipped if there are none. A run that generates uses its own temperature and ends; a server is sent the
+    weights before.
     """
     skip_if(session.is_scalar, "a reward model generates nothing")
     try:
@@ -677,7 +691,7 @@ def sampled(session: Session) -> Sampled:
 
 
 def _sampling(session: Session) -> Sampling:
-    """Every token can be drawn: from the model's own distribution, or as the run's rollouts are."""
+    """Sampling in which every token can be drawn: from the model's own distribution, or as in the run's rollouts."""
     drawn = session.run.sampling(session.run.seed)
     return replace(drawn, n=min(2, drawn.n), max_new_tokens=min(NEW_TOKENS, drawn.max_new_tokens))
 
@@ -701,7 +715,7 @@ def _trainer_logps(
 
 
 def _engine_limit(session: Session, engine: LocalEngine | ServerEngine) -> float:
-    """Largest mean difference that is rounding; a server computes in a precision of its own."""
+    """Maximum mean difference due to rounding; a server computes in a precision of its own."""
     served = vllm_client.TOLERANCE["bfloat16"] / 4 if isinstance(engine, ServerEngine) else 0.0
     return max(TOLERANCE[_engine_dtype(session)], served)
 
@@ -726,12 +740,14 @@ def engine_and_trainer_agree(session: Session) -> Finding:
     method that learns from its own completions; for others it shows that what is evaluated is what trains.
     """
     engine, prompts, answers = sampled(session)
+    # the engine answers at all
     refused = [answer for answer in answers if answer.logp_N is None or not answer.ids_N.size]
     if refused:
         return failed(
             f"the engine fails on {len(refused)} of {len(answers)} completions",
             evidence=[
-                f"{answer.prompt_id}: {answer.error or 'no logprobs'}" for answer in refused[:SHOWN]
+                f"{answer.prompt_id}: {answer.error or 'no logprobs'}"
+                for answer in refused[:MAX_EXAMPLES]
             ],
             remedy="see what the engine, or the server's log, says of it",
         )
@@ -748,18 +764,19 @@ def engine_and_trainer_agree(session: Session) -> Finding:
             worst = float(gap_N[at])
             token = session.tokenizer.decode([int(path.ids_T[path.target_at_N[at]])])
             where = f"{path.id}: token {at} of the answer, {token!r}"
+    # the mean over all tokens decides
     gap_N = np.concatenate(gaps)
     mean, limit = float(gap_N.mean()), _engine_limit(session, engine)
     if mean > limit:
         if session.is_generated and not session.run.is_replayed:
             remedy = (
-                "the ratio of the two would be a part of every gradient; set rollout.engine=local, or start the server "
-                "with the model that trains, in its precision, and please report this"
+                "every gradient would have their ratio in it; set rollout.engine=local, or start the server with the "
+                "model that trains, in its precision, and please report this"
             )
         else:
             remedy = (
                 "evaluations would be of another model than the one that trains; set eval.answers.rewards=[] and "
-                "stop_check.prompts=0, or engine=server elsewhere, and please report this"
+                "stop_check.prompts=0, or engine=server, and please report this"
             )
         return failed(
             f"the engine's logprobs are {mean:.3g} nats a token off those of the trainer (at most {limit:g} is "
@@ -794,7 +811,7 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
         return failed(
             f"{len(lines)} of {number} completions are others when {how}",
             measured=(len(lines), f"of {number} completions"),
-            evidence=lines[:SHOWN],
+            evidence=lines[:MAX_EXAMPLES],
             remedy="an evaluation could not be had twice; please report this",
         )
 
@@ -802,6 +819,7 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
         return fault(lines, len(answers), "asked the same again")
     if _engine_dtype(session) == torch.bfloat16:
         return passed("the same when asked again", len(answers), "completions")
+    # in other company
     half = prompts[1::2]
     fewer = engine.generate(half, _sampling(session))
     names = {prompt.id for prompt in half}
@@ -812,7 +830,7 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
 
 
 SEEN = 10.0
-"""A difference of so many times rounding is seen."""
+"""Smallest visible difference, as a multiple of rounding."""
 
 
 @check("rollout.update", part="full", after=["engine.logps"])
@@ -842,6 +860,7 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
                         part.add_(noise.to(part.device, part.dtype))
                 engine.update(1)
                 answers = engine.generate(prompts, _sampling(session))
+                # what it drew, scored by the moved weights and by those put back
                 new = _trainer_logps(session, prompts, answers)
                 restore_weights(session, copies)
             old = _trainer_logps(session, prompts, answers)

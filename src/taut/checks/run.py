@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from taut.checks.session import Session
 from taut.config import home_path, user_path
 from taut.data.packing import ALONE, pack
 from taut.errors import OutputError, TautError
-from taut.evals.reload import (
+from taut.evals.round_trip import (
     Comparison,
     Trained,
     compare_saved,
@@ -33,11 +34,11 @@ from taut.evals.reload import (
 from taut.io.console import counted
 from taut.io.files import free_space, read_json
 from taut.io.temporary import TemporaryFolder
-from taut.methods.method import Offline, Streamed
+from taut.methods.sources import Offline, Streamed
 from taut.models import architecture
 from taut.models.compiled_layers import compiled_layers, layers_to_compile
 from taut.models.load import frozen_names, load_config, load_tokenizer
-from taut.models.lora import is_adapted
+from taut.models.lora.adapters import is_adapted
 from taut.models.noise import KeyedDropout
 from taut.models.recompute import applied
 from taut.models.save import saving
@@ -52,7 +53,7 @@ from taut.vision.processors import open_processor
 
 
 class Setting(NamedTuple):
-    """A key, what was asked and what is found, in words: applied if both are the same."""
+    """A key with its requested and its actual value, in words; the setting is applied if both are equal."""
 
     key: str
     asked: str
@@ -63,13 +64,13 @@ class Setting(NamedTuple):
 
 
 def _listed(values: Iterable[Any]) -> str:
-    """Different values, in words: one, if all are equal."""
+    """Different values, in words; one value if all are equal."""
     words = {f"{value:.10g}" if isinstance(value, float) else str(value) for value in values}
     return " and ".join(sorted(words)) or "nothing"
 
 
 FROZEN_DECISION = "frozen"
-"""The decision to freeze what no feature of a picture depends on."""
+"""The decision to freeze parameters that no feature of a picture depends on."""
 
 
 @check("run.in_force", after=["loss.reached", "loss.dtype"])
@@ -79,6 +80,7 @@ def what_was_asked_is_in_force(session: Session) -> Finding:
     Modules, parameters, optimizer and trainer are looked at, and no log or configuration of the library's if the thing
     itself can be looked at. What was set aside with a recorded decision is applied as decided, and is noted.
     """
+    # each setting as asked and as found
     settings = [*_computation(session), *_trained(session), *_adapters(session)]
     wrong = [setting for setting in settings if setting.found != setting.asked]
     if wrong:
@@ -102,6 +104,7 @@ def _computation(session: Session) -> Iterator[Setting]:
     samples are packed and shared, or the decision not to; NEFTune's alpha.
     """
     run, model, chosen = session.run, session.scorer.model, session.loaded.attention
+    # the dtype of most products of a forward
     counter = ProductCounter()
     with session.inference(), counter:
         session.forward(pack([session.short_sample], ALONE))
@@ -120,12 +123,22 @@ def _computation(session: Session) -> Iterator[Setting]:
     if run.compile or compiled:
         wanted = len(layers_to_compile(model)) if run.compile else 0
         yield Setting("compile", f"in {wanted} layers", f"in {compiled} layers")
+    # the attention of every module
     modules = architecture.language_model(model).modules()
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     names = [str(getattr(config, "_attn_implementation", None)) for config in configs.values()]
     requested = chosen.name if run.attention == "auto" else run.attention
     yield Setting("attention", requested, _listed(name.removeprefix("taut_") for name in names))
-    yield _checkpointing(session)
+    # each layer is recomputed as set, and stored in a step what the setting stores beyond inputs
+    how, layers = run.activation_checkpointing, architecture.layers(model)
+    on = [function for function in map(applied, layers) if function is not None]
+    if how in ("selective", "offload"):
+        first_step(session)
+        on = [function for function in on if function.num_kept]
+    requested = f"{str(how).lower()} in {len(layers) if how else 0} layers"
+    state = _listed(str(function.how).lower() for function in on) if on else "false"
+    yield Setting("activation_checkpointing", requested, f"{state} in {len(on)} layers")
+    # how samples are packed and shared
     batch, trainer = session.run.batch, session.trainer
     budget, policy = trainer.budget, trainer.policy
     decided = {decision.name for decision in session.built.decisions}
@@ -139,6 +152,7 @@ def _computation(session: Session) -> Iterator[Setting]:
     yield Setting("samples", packed, "one at a time" if budget.one_sample else "packed")
     num_shares = session.ranks.size // session.run.parallel.tensor
     yield Setting("ranks", str(num_shares), str(budget.num_ranks))
+    # noise and the router's loss
     noise = trainer.noise
     alpha = noise.alpha if noise is not None and noise.is_on else 0.0
     yield Setting(
@@ -152,29 +166,15 @@ def _computation(session: Session) -> Iterator[Setting]:
         yield Setting("router.aux_loss_coef", requested, state)
 
 
-def _checkpointing(session: Session) -> Setting:
-    """What recomputes each layer; and that it kept something in a step, where it is to keep more than inputs, or
-    elsewhere.
-    """
-    key, how = "activation_checkpointing", session.run.activation_checkpointing
-    layers = architecture.layers(session.scorer.model)
-    on = [function for function in map(applied, layers) if function is not None]
-    if how in ("selective", "offload"):
-        first_step(session)
-        on = [function for function in on if function.num_kept]
-    number = len(layers) if how else 0
-    found = _listed(str(function.how).lower() for function in on) if on else "false"
-    return Setting(key, f"{str(how).lower()} in {number} layers", f"{found} in {len(on)} layers")
-
-
 def _trained(session: Session) -> Iterator[Setting]:
-    """What is frozen is neither trained nor in the optimizer; what is not, is both. AdamW's own settings in each of its
-    groups, and which tensors decay.
+    """Check that frozen parameters neither train nor are in the optimizer, and all others do both. AdamW's own settings
+    in each of its groups, and the tensors that decay.
     """
     members = [id(parameter) for parameter in session.trainer.trained]
     named = dict(session.scorer.model.named_parameters())
     in_optimizer = set(members)
     held = {name for name, p in named.items() if p.requires_grad or id(p) in in_optimizer}
+    # what freeze names does not train, and all else does
     frozen = frozen_names(session.scorer.model, session.run.freeze)
     if frozen:
         moving = [name for name in frozen if name in held]
@@ -184,19 +184,19 @@ def _trained(session: Session) -> Iterator[Setting]:
         still = [name for name in named if name not in frozen and name not in held]
         decided = {name: value for name, value, _ in session.built.decisions}
         is_decided = decided.get(FROZEN_DECISION) == f"{len(still)} tensors"
-        if is_decided and {architecture.part_of(name) for name in still} <= {
-            "vision_tower",
-            "projector",
-        }:
+        parts = {architecture.part_of(name) for name in still}
+        if is_decided and parts <= {"vision_tower", "projector"}:
             still = []
         state = f"{still[0]} is frozen" if still else "trained"
         yield Setting("all that freeze does not name", "trained", state)
+    # where parts of weights are
     if session.ranks.is_sharded:
         every = (*session.trainer.trained, *session.scorer.parameters())
         places = _listed(p.device.type for p in every if hasattr(p, "full_tensor"))
         yield Setting("parallel.cpu_offload", session.ranks.weights_device.type, places)
         divided = _listed({distributed.num_together(p) for p in session.scorer.parameters()})
         yield Setting("parallel.tensor", _listed({1, session.run.parallel.tensor}), divided)
+    # the optimizer has what trains, with its settings
     each = "each once" if len(in_optimizer) == len(members) else "some twice"
     requested = f"{len(trained(session))} tensors, each once"
     yield Setting("optimizer", requested, f"{len(members)} tensors, {each}")
@@ -206,6 +206,7 @@ def _trained(session: Session) -> Iterator[Setting]:
     yield Setting("optim.beta1", _listed([config.beta1]), _listed(g["betas"][0] for g in groups))
     yield Setting("optim.beta2", _listed([config.beta2]), _listed(g["betas"][1] for g in groups))
     yield Setting("optim.eps", _listed([config.eps]), _listed(g["eps"] for g in groups))
+    # weight decay of each tensor, by the rule for its name
     decay_of = {id(p): float(g["weight_decay"]) for g in groups for p in g["params"]}
     rule = f"{config.weight_decay:g} on matrices, 0 on norms, biases and vectors"
     state = rule
@@ -223,39 +224,53 @@ def _trained(session: Session) -> Iterator[Setting]:
 
 
 INNER = {"base_layer", "lora_A", "lora_B", "lora_dropout", "original_module", "modules_to_save"}
-"""Parts of names inside what peft wraps."""
+"""Parts of names inside modules that peft wraps."""
 ADDED = ("lora_", "modules_to_save", "trainable_tokens")
-"""What the name of a parameter has that adapters added."""
+"""Parts of names of parameters that adapters added."""
 
 
 def _adapters(session: Session) -> Iterator[Setting]:
-    """Adapters as they were asked for and as they sit on the modules; if none were asked for, that there are none."""
+    """Check that adapters are on the modules as requested; if none were requested, that there are none."""
     modules = dict(session.model.named_modules())
     adapted: dict[str, Any] = {n: m for n, m in modules.items() if hasattr(m, "lora_A")}
     if not session.run.lora.is_on:
         yield Setting("lora.rank", "no adapters", f"{len(adapted) or 'no'} adapters")
         return
+    # on which modules adapters are
     requested = _asked_of_adapters(session)
-    wanted = adapter_targets(session, modules, adapted, requested["targets"])
-    missing, more = sorted(wanted - set(adapted)), sorted(set(adapted) - wanted)
-    state = f"{len(adapted)} modules"
+    by_parameter = requested.get("target_parameters") or []
+    # of an adapter around a stacked parameter: the parameter's own name
+    own = {
+        name: f"{_outside(name)}.{layer.parameter_name}" if by_parameter else name
+        for name, layer in adapted.items()
+        if hasattr(layer, "parameter_name")
+    }
+    placed = {own.get(name, name) for name in adapted}
+    linear = {name: layer for name, layer in adapted.items() if own.get(name, name) == name}
+    wanted = adapter_targets(session, modules, linear, requested)
+    every = (_outside(name) for name, _ in session.model.named_parameters())
+    wanted |= {name for name in every if _ends_with(name, by_parameter)}
+    missing, more = sorted(wanted - placed), sorted(placed - wanted)
+    state = f"{len(placed)} modules"
     state += (f", not {missing[0]}" if missing else "") + (f", also {more[0]}" if more else "")
     yield Setting("lora.targets", f"{len(wanted)} modules", state)
+    # ranks and scales
     layers = list(adapted.values())
     name = layers[0].active_adapters[0] if layers else ""
-    ranks = []
-    for layer in layers:
+    ranks, scales = list[tuple[str, float, float]](), list[tuple[str, float, float]]()
+    for place, layer in adapted.items():
         # peft stacks the matrices of all experts, and gives two fused matrices the rank of both
         num_matrices = getattr(layer, "num_experts", 1)
-        if getattr(layer, "parameter_name", "") == "gate_up_proj":
+        if not by_parameter and getattr(layer, "parameter_name", "") == "gate_up_proj":
             num_matrices *= 2
-        ranks.append(float(layer.lora_A[name].weight.shape[0] / num_matrices))
-    yield Setting("lora.rank", _listed([requested["rank"]]), _listed(ranks))
-    scale = requested["alpha"] / (
-        math.sqrt(requested["rank"]) if requested["rslora"] else requested["rank"]
-    )
-    scales = _listed(round(float(layer.scaling[name]), 6) for layer in layers)
-    yield Setting("lora.alpha", f"a scale of {_listed([round(scale, 6)])}", f"a scale of {scales}")
+        rank = _by_pattern(requested, "rank", own.get(place, place))
+        ranks.append((place, rank, layer.lora_A[name].weight.shape[0] / num_matrices))
+        scale = _by_pattern(requested, "alpha", own.get(place, place))
+        scale /= math.sqrt(rank) if requested["rslora"] else rank
+        scales.append((place, round(scale, 6), round(float(layer.scaling[name]), 6)))
+    yield _of_each("lora.rank", "", ranks)
+    yield _of_each("lora.alpha", "a scale of ", scales)
+    # DoRA, the start, dropout
     dora = _listed(name in layer.lora_magnitude_vector for layer in layers)
     yield Setting("lora.dora", str(requested["dora"]), dora)
     wanted_start = "the weights" if session.run.lora.starts_at_weights else "0"
@@ -270,6 +285,7 @@ def _adapters(session: Session) -> Iterator[Setting]:
             dropouts.append(_listed([dropout.p if isinstance(dropout, KeyedDropout) else 0.0]))
     yield Setting("lora.dropout", _listed([requested["dropout"]]), _listed(dropouts))
     model = session.scorer.model
+    # what trains besides: whole modules, and nothing below the adapters
     training = [name for name, p in model.named_parameters() if p.requires_grad]
     whole = [name for name in training if ".modules_to_save" in name]
     for saved in requested["modules_to_save"]:
@@ -285,7 +301,7 @@ def _adapters(session: Session) -> Iterator[Setting]:
 
 
 def _asked_of_adapters(session: Session) -> dict[str, Any]:
-    """What the run asks for, or the settings of the adapter that it continues."""
+    """The requested settings, or the settings of the adapter that the run continues."""
     config = session.run.lora
     if config.adapter is None:
         alpha = float(2 * config.rank if config.alpha is None else config.alpha)
@@ -293,22 +309,48 @@ def _asked_of_adapters(session: Session) -> dict[str, Any]:
         return {"alpha": alpha, **{name: getattr(config, name) for name in names}}
     saved = read_json(home_path(config.adapter) / "adapter_config.json")
     return {
+        **saved,
         "rank": saved["r"],
         "alpha": float(saved["lora_alpha"]),
         "rslora": saved.get("use_rslora", False),
         "dora": saved.get("use_dora", False),
         "dropout": float(saved.get("lora_dropout") or 0.0) if session.run.allows_noise else 0.0,
-        "targets": saved["target_modules"],
+        "targets": saved.get("target_modules") or [],
         "modules_to_save": saved.get("modules_to_save") or [],
     }
 
 
+def _by_pattern(requested: Mapping[str, Any], setting: str, name: str) -> float:
+    """Rank or alpha of a module's adapter: the value of its first matching pattern, or the common value."""
+    patterns = (requested.get(f"{setting}_pattern") or {}).items()
+    found = (value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", name))
+    return float(next(found, requested[setting]))
+
+
+def _of_each(key: str, unit: str, values: Sequence[tuple[str, float, float]]) -> Setting:
+    """A setting that each module may have its own value of: (module, asked, found)."""
+    asked, found = (_listed(value[column] for value in values) for column in (1, 2))
+    other = next((f" ({place}: {was:g} for {it:g})" for place, it, was in values if it != was), "")
+    return Setting(key, f"{unit}{asked}", f"{unit}{found}{other}")
+
+
+def _outside(name: str) -> str:
+    """A name without the parts that peft put into it."""
+    return ".".join(part for part in name.split(".") if part not in INNER)
+
+
+def _ends_with(name: str, ends: Sequence[str]) -> bool:
+    return any(f".{name}".endswith(f".{end}") for end in ends)
+
+
 def adapter_targets(
-    session: Session, modules: Mapping[str, nn.Module], adapted: Mapping[str, Any], asked: Any
+    session: Session,
+    modules: Mapping[str, nn.Module],
+    adapted: Mapping[str, Any],
+    requested: Mapping[str, Any],
 ) -> set[str]:
-    """The names of the modules that were to be adapted."""
-    if isinstance(asked, str) and asked != "all-linear":  # peft's regular expression
-        return set(adapted)
+    """Names of the modules to adapt. ``requested``: the run's request, or the value in peft's configuration."""
+    asked = requested["targets"]
     head: Any = session.model.get_output_embeddings()  # type: ignore[no-untyped-call]
     linear = {
         name
@@ -323,6 +365,8 @@ def adapter_targets(
     # of an adapter that is continued, peft's list has ends of names and no patterns
     has_patterns = session.run.lora.adapter is None or asked == "all-linear"
     wanted: set[str] = set()
+    if isinstance(asked, str) and asked != "all-linear":  # peft's regular expression
+        targets, wanted = [], {name for name in every if re.fullmatch(asked, name)}
     for target in targets:
         if has_patterns and (
             target in architecture.PARTS or any(sign in target for sign in "*?[/")
@@ -330,8 +374,18 @@ def adapter_targets(
             model = session.scorer.model
             wanted |= set(architecture.match_pattern(model, target, sorted(every), "lora.targets"))
         else:
-            wanted |= {name for name in every if f".{name}".endswith(f".{target}")}
-    return wanted
+            wanted |= {name for name in every if _ends_with(name, [target])}
+    # of an adapter that is continued: its layers, and what it leaves out
+    numbers, patterns = (requested.get(f"layers_{end}") for end in ("to_transform", "pattern"))
+    if numbers not in (None, []) and not isinstance(asked, str):
+        layers = [patterns] if isinstance(patterns, str) else patterns or [r"[^.]*"]
+        number = re.compile(rf"(?:.*?\.)?(?:{'|'.join(layers)})\.(\d+)\.")
+        allowed = {numbers} if isinstance(numbers, int) else set(numbers)
+        wanted = {it for it in wanted if (at := number.match(it)) and int(at[1]) in allowed}
+    left_out = requested.get("exclude_modules") or []
+    if isinstance(left_out, str):
+        return {name for name in wanted if not re.fullmatch(left_out, name)}
+    return {name for name in wanted if not _ends_with(name, left_out)}
 
 
 # -- steps
@@ -353,6 +407,7 @@ def each_step_has_its_samples(session: Session) -> Finding:
     if not isinstance(source, Offline):
         return skipped("the method prepares its steps itself")
     order = source.order
+    # the number of steps
     wanted, most = run.steps, run.batch.tokens_per_step
     if wanted is None and most is None:
         samples = max(1, round((1.0 if run.epochs is None else run.epochs) * order.epoch_size))
@@ -369,6 +424,7 @@ def each_step_has_its_samples(session: Session) -> Finding:
     def sample_ids(trees: list[Tree]) -> list[str]:
         return [sample.id for tree in trees for sample in tree.samples]
 
+    # the first steps, one in the middle and the last: again, and after a resume
     first = order.origin.step + 1
     for step in sorted({first, first + 1, (first + last) // 2, last} & {*range(first, last + 1)}):
         trees = source.prepare(step)
@@ -382,7 +438,7 @@ def each_step_has_its_samples(session: Session) -> Finding:
                 remedy="set batch.samples_per_step in its place, and please report this",
             )
         again = sample_ids(replace(source, order=replace(order)).prepare(step))
-        continued = replace(order).going_on_from(source.cursor(step - 1), source.epochs)
+        continued = replace(order).continue_from(source.cursor(step - 1), source.epochs)
         resumed = sample_ids(replace(source, order=continued).prepare(step))
         if ids == again == resumed:
             continue
@@ -397,6 +453,7 @@ def each_step_has_its_samples(session: Session) -> Finding:
             evidence=evidence,
             remedy="the run could not be gone on with as it began; train without shuffle, and please report this",
         )
+    # how large steps are, and how often a sample is in one
     size, full = len(order.step(last, source.epochs)), order.samples_per_step
     times = round(source.cursor(last).samples / order.epoch_size, 2)
     what = "rows" if run.compares_answers else "samples"
@@ -437,16 +494,17 @@ def the_output_fits_on_its_disk(session: Session) -> Finding:
     except OutputError as error:
         says, remedy = split_error(error)
         return failed(says, remedy=remedy)
+    # free is also what the run will replace
     replaced = [out / name for name in WRITTEN] if run.overwrite else complete(out / CHECKPOINTS)
     files = [file for path in replaced for file in (path.rglob("*") if path.is_dir() else [path])]
     free = free_space(out)
     free += sum(file.stat().st_size for file in files if file.is_file())
+    # what it will write
     checkpoints, config = 0, run.checkpoint
     if config.every or config.keep_best:
         size = sharded.num_bytes(sharded.training_state(session.scorer, session.trainer.optimizer))
-        checkpoints = config.max_count(session.trainer.num_steps) * int(
-            session.ranks.sum([size])[0]
-        )
+        size_of_all = int(session.ranks.sum([size])[0])
+        checkpoints = config.max_count(session.trainer.num_steps) * size_of_all
     sizes = {"checkpoints": checkpoints, "model": saved_model_bytes(session), "kept free": SPARE}
     needed = sum(sizes.values())
     evidence = [f"{name}: {_in_gb(size)}" for name, size in sizes.items()]
@@ -462,7 +520,7 @@ def the_output_fits_on_its_disk(session: Session) -> Finding:
 
 
 def saved_model_bytes(session: Session) -> int:
-    """Bytes of the models that exist at a time, the one being written included."""
+    """Bytes of the models that exist at a time, including the one being written."""
     has_adapters = is_adapted(session.scorer.model)
     saved = [p for p in session.scorer.parameters() if not (has_adapters and p.requires_grad)]
     model = session.built.models.saved_dtype.itemsize * sum(p.numel() for p in saved)
@@ -507,6 +565,7 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
             return skipped(str(error).partition(";")[0])
         except TautError as error:
             return failed(f"what was saved cannot be loaded: {error}", remedy=report)
+    # first what no logprob would show
     if other_pictures:
         return failed(
             "what describes pictures is not saved as it was",
@@ -531,42 +590,34 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
 
 
 def _save_and_compare(session: Session, directory: Path) -> tuple[list[Comparison], str]:
-    """What is compared; and what differs in how pictures are processed for those who load the model, or "" if nothing
-    does or the model takes none.
+    """The comparison; and the difference, for users of the model, in how pictures are processed, or "" if there is
+    none.
     """
-    inputs, scorer = session.inputs, session.scorer
+    run, inputs, model = session.run, session.inputs, session.scorer.model
     data = inputs.train if inputs.eval is None else inputs.eval
     samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
-    logps = score(scorer, samples)
-    with distributed.whole_tensors(scorer.model, session.ranks) as whole:
+    logps, dtype = score(session.scorer, samples), session.built.models.saved_dtype
+    with distributed.whole_tensors(model, session.ranks) as whole:
         assert whole is not None, "the full part is asked on one rank"
-        before = Trained(scorer.model, whole, samples, logps, session.built.models.saved_dtype)
-        return _compare(session, before, directory)
-
-
-def _compare(session: Session, before: Trained, directory: Path) -> tuple[list[Comparison], str]:
-    run, inputs, model = session.run, session.inputs, before.model
-    with saving(
-        model,
-        inputs.tokenizer,
-        directory,
-        stop_ids=inputs.stops.ids,
-        template=inputs.renderer.template.template,
-        dtype=before.dtype,
-        whole=before.whole,
-    ) as written:
-        room = room_for(model, session.ranks.device)
-        reloaded = load_anew(str(written), room, run.trust_remote_code)
-        comparisons, path, trust = (
-            compare_saved(before, reloaded),
-            str(written),
-            run.trust_remote_code,
-        )
-        if inputs.renderer.image_store is None:
-            return comparisons, ""
-        store = inputs.renderer.image_store
-        used, files = store.processor, (load_config(path, trust), load_tokenizer(path, trust))
-        saved = open_processor(path, *files, trust, store.images.min_pixels)
+        before = Trained(model, whole, samples, logps, dtype)
+        with saving(
+            model,
+            inputs.tokenizer,
+            directory,
+            stop_ids=inputs.stops.ids,
+            template=inputs.renderer.template.template,
+            dtype=dtype,
+            whole=whole,
+        ) as written:
+            path, trust = str(written), run.trust_remote_code
+            reloaded = load_anew(path, room_for(model, session.ranks.device), trust)
+            comparisons = compare_saved(before, reloaded)
+            # how pictures are processed, read again as a server does
+            store = inputs.renderer.image_store
+            if store is None:
+                return comparisons, ""
+            used, files = store.processor, (load_config(path, trust), load_tokenizer(path, trust))
+            saved = open_processor(path, *files, trust, store.images.min_pixels)
     if saved is None or saved.identity() != used.identity():
         says = "preprocessor_config.json and processor_config.json make other tensors of a picture"
         return comparisons, says
@@ -579,7 +630,7 @@ def _compare(session: Session, before: Trained, directory: Path) -> tuple[list[C
 
 @contextmanager
 def _moved_adapters(session: Session) -> Iterator[None]:
-    """Inside, adapters have noise added; at the end all is as it was. A model without adapters is left alone."""
+    """Add noise to adapters inside the block and restore them at the end. A model without adapters is left alone."""
     moved = session.trainer.trained if is_adapted(session.scorer.model) else []
     copies = [parameter.detach().clone() for parameter in moved]
     generator = torch.Generator(session.ranks.device).manual_seed(0)

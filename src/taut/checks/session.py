@@ -1,10 +1,10 @@
-"""A run as checks see it: its parts, each made when a check first asks for it, and the samples that checks measure.
+"""A run for checks: its parts, each made when a check first asks for it, and the samples that checks measure.
 
-A part that cannot be made raises ``Unavailable``, which names the check that owns the part: there it is a failure, with
-the error's own words; every other check that needs the part is skipped. In a run that is about to train all parts exist
+A part that cannot be made raises ``Unavailable``, which names the check that owns the part. That check fails with the
+error's own words; every other check that needs the part is skipped. In a run that is about to train all parts exist
 already (``Session.of``).
 
-Nothing is trained and nothing is written (tokenised data goes to the cache). After each check weights, gradients and
+Nothing is trained and nothing is written (tokenized data goes to the cache). After each check weights, gradients and
 random generators are as before.
 """
 
@@ -27,12 +27,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.config import Decision
 from taut.data.batching import Rows
 from taut.data.dataset import Dataset, read_rows
-from taut.data.images import is_same_input
-from taut.data.messages import Conversation, Row
 from taut.data.packing import ALONE, PackPolicy, pack
-from taut.data.render import Renderer
-from taut.data.schema import best_row
-from taut.data.stop_tokens import StopSet
+from taut.data.render.images import is_same_input
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import StopSet
+from taut.data.rows.messages import Conversation, Row
+from taut.data.rows.schema import best_row
 from taut.data.stream import StreamDataset
 from taut.errors import TautError
 from taut.methods.inputs import Inputs, Language, Loaded
@@ -50,7 +50,7 @@ from taut.train.trainer import Trainer
 from taut.types import IntArray, Media, Packed, Sample, Tree, Wants
 
 NUM_ROWS = 64
-"""Rows that checks of the template look at."""
+"""Number of rows that checks of the template examine."""
 PROBE_TOKENS = 64
 """Tokens of each of the two samples that are perturbed."""
 BATCH_TOKENS = 192
@@ -60,13 +60,13 @@ EXACT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 product does not depend on what other rows hold.
 """
 GENERATED = "what is learned is generated"
-"""Why a run that generates is not asked about the answers in its data."""
+"""Reason why a run that generates is not asked about the answers in its data."""
 
 T = TypeVar("T")
 
 
 class Quantity(NamedTuple):
-    """What the model computes for a token, in words."""
+    """The quantity that the model computes for a token, in words."""
 
     one: str
     many: str
@@ -174,7 +174,7 @@ class Session:
 
     @property
     def renderer(self) -> Renderer:
-        """With the run's template; refuses what the stop set forbids."""
+        """Renderer with the run's template; it refuses what the stop set forbids."""
         return self.language.renderer.stopping_at(self.stops.ids)
 
     @cached_property
@@ -197,8 +197,15 @@ class Session:
         return rows
 
     @cached_property
+    @owned_by("rollout.opens")
+    def environment_tools(self) -> object:
+        """The function that puts the tools of environments into prompts."""
+        return getattr(self.run, "tools_of", None)
+
+    @cached_property
     @owned_by("data.rows")
     def train(self) -> Dataset:
+        _ = self.environment_tools
         return self.run.load_data("train", self.renderer, self.language)
 
     @cached_property
@@ -235,7 +242,7 @@ class Session:
     @cached_property
     @owned_by("model.trains")
     def built(self) -> Built:
-        """All of it, ready to train."""
+        """The whole run, ready to train."""
         run, inputs = self.run, self.inputs
         models = join_models(run, inputs, self.ranks, self.loaded, self.adapted)
         trainer = build_trainer(run, inputs, models, run.plan(self.train), self.ranks)
@@ -263,7 +270,7 @@ class Session:
 
     @property
     def is_policy_gradient(self) -> bool:
-        """Whether the loss is no measure of what is learned, and only its gradient means something."""
+        """Whether the loss does not measure what is learned, so that only its gradient has a meaning."""
         return not self.run.loss().is_cost
 
     @property
@@ -273,7 +280,7 @@ class Session:
 
     @property
     def quantity(self) -> Quantity:
-        """What ``numbers`` gives for a token."""
+        """The quantity that ``numbers`` gives for a token."""
         return SCORES if self.is_scalar else LOGPS
 
     @property
@@ -301,8 +308,8 @@ class Session:
     def with_pictures(self) -> list[int]:
         """The first NUM_ROWS training samples that have pictures, the shortest first."""
         indices: list[int] = []
-        for own, entry in self.train.at_hand():
-            arrays = entry.arrays
+        for own, shard in self.train.local_shards():
+            arrays = shard.arrays
             if "media.offsets" in arrays:
                 has_picture = np.diff(arrays["media.offsets"]) > 0
                 room = NUM_ROWS - len(indices)
@@ -374,8 +381,8 @@ class Session:
     def numbers(
         self, samples: Sequence[Sample], policy: PackPolicy = ALONE, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        """Sample id -> the logprobs of its targets (a reward model: its scores where it is read), from one packed
-        forward, without gradient and without noise.
+        """Sample id -> logprobs of its targets (for a reward model: scores at its reads), from one packed forward,
+        without gradient and noise.
         """
         packed = pack(list(samples), policy)
         with self.inference():
@@ -384,7 +391,7 @@ class Session:
         return {name: values[row_of == row] for row, name in enumerate(packed.sample_ids)}
 
     def forward(self, packed: Packed, temperature: float = 1.0) -> Tensor:
-        """The same for a micro-batch, [N] or [R], in the current mode and precision."""
+        """Run a micro-batch in the current mode and precision: [N] logprobs or [R] scores."""
         if not self.is_scalar:
             logp_N: Tensor = self.scorer(packed, wants=Wants(temperature=temperature)).logp_N
             return logp_N
@@ -409,7 +416,7 @@ class Session:
 
     @property
     def observed(self) -> Observation:
-        """What the attention layers call, and the masks the library would have built, for the first of the pair."""
+        """Attention calls of the layers, and masks the library would have built, for the first sample of the pair."""
         return self._alone[1]
 
     @cached_property

@@ -13,16 +13,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
+from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import GENERATED, Session
-from taut.data.chat_template import Ids, Text, common_length
-from taut.data.messages import Completion, Conversation, Row
 from taut.data.packing import ALONE, pack
-from taut.data.render import Renderer
-from taut.data.stop_tokens import described
+from taut.data.render.chat_template import Ids, Text, common_length
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import described
+from taut.data.rows.messages import Completion, Conversation, Row
 from taut.errors import ModelError, TautError
-from taut.evals.stopping import StopCheckConfig, StopPrompt, prepare
-from taut.inference.engine import Sampling
+from taut.evals.settings import StopCheckConfig
+from taut.evals.stopping import StopPrompt, prepare
+from taut.inference.settings import Sampling
 from taut.io.temporary import TemporaryFolder
 from taut.methods.inputs import engine_of
 from taut.models.load import load_tokenizer, quiet_library
@@ -30,7 +31,6 @@ from taut.models.save import generation_to_save
 from taut.models.tokens import require_trained, untrained_rows
 from taut.run.setup import rows_to_train
 
-SHOWN = 3
 NO_GENERATION = "a reward model generates nothing"
 
 
@@ -67,7 +67,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     if session.run.row_kind != "sft":  # each answer of a row is a sample of its own
         num_whole = total - len(report.cut)
     if not number or 2 * number < num_whole:
-        evidence = [f"{row.place}: cut, {row.reason}" for row in report.cut[:SHOWN]]
+        evidence = [f"{row.place}: cut, {row.reason}" for row in report.cut[:MAX_EXAMPLES]]
         remedy = "raise data.max_length, or set data.too_long to drop or split"
         if not report.cut:
             names = described(stops, session.renderer.template)[0]
@@ -79,6 +79,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
             evidence=evidence,
             remedy=remedy,
         )
+    # not every sample has an end: where it was cut, or split, that is right
     if number == total:
         return passed("every sample teaches the model to stop", number, unit)
     if session.run.data.too_long == "split":
@@ -122,7 +123,9 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
             evidence=[str(error)],
             remedy="load the base model's tokenizer with AutoTokenizer and save it again",
         )
+    # what may differ by intention
     reader.template.day = session.renderer.template.day
+    reader.template.is_as_text = session.renderer.template.is_as_text  # template.markup is about it
     for number, (row, ids) in enumerate(prompts):
         try:
             served = _prompt_ids(row, reader)
@@ -141,14 +144,14 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
             "the saved tokenizer and template give a server other tokens than training",
             measured=(number, f"of {len(prompts)} prompts the same"),
             evidence=evidence,
-            remedy="a template that writes eos_token or pad_token other than at an answer's end has to name the token "
-            "itself (data.template=FILE); else load the tokenizer with AutoTokenizer and save it again",
+            remedy="name the token itself where the template writes eos_token or pad_token inside answers "
+            "(data.template=FILE); else load the tokenizer with AutoTokenizer and save it again",
         )
     return passed("the same tokens", len(prompts), "prompts")
 
 
 def _prompt_ids(row: Row, renderer: Renderer) -> Ids:
-    """What a server is asked for a row."""
+    """Ids of a row's prompt, as a server gets it."""
     if isinstance(row, Conversation):
         before = row.messages[: row.learned[-1]] if row.learned else row.messages
         ids: Ids = renderer.prompt_ids(before, row.tools, row.template_variables).tolist()
@@ -198,6 +201,7 @@ def the_saved_generation_config_lets_answers_end(session: Session) -> Finding:
                 evidence=[f"{setting} = {value}; an answer ends at {names} {list(stops.ids)}"],
                 remedy=f"take {setting} out of {GENERATION_FILE}",
             )
+    # what the model's own file says now
     written = [] if before is None or before.eos_token_id is None else before.eos_token_id
     written = [written] if isinstance(written, int) else list(written)
     notes = []
@@ -240,7 +244,7 @@ def untrained_turn_ends_train(session: Session) -> Finding:
 
 
 UNLIKELY = 0.05
-"""The most that another end may have as mean probability inside answers, and the stop set's own ends where they end."""
+"""Maximum mean probability of another end inside answers, and of the stop set where answers end."""
 
 
 @check(
@@ -263,6 +267,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     check = prepare(config, data, session.stops.ids, make_engine, session.trainer, session.run.seed)
     if check.engine is None:
         return skipped(check.obstacle.partition(";")[0])
+    # what the model ends by itself, and what it would end with
     sampling = Sampling(max_new_tokens=config.max_new_tokens, seed=session.run.seed)
     answers = check.engine.generate([question.prompt for question in check.prompts], sampling)
     number = sum(answer.finish_reason == "stop" for answer in answers)
@@ -290,6 +295,7 @@ def _other_end(session: Session, asked: Sequence[StopPrompt]) -> tuple[int, floa
     specials = sorted((added | set(tokenizer.all_special_ids)) - set(stops))
     if not specials:
         return None
+    # probabilities of special tokens where answers end, and inside them
     at_ends, inside = [], []
     for question in asked:
         if question.reference is None:  # a prompt without a known answer
@@ -306,6 +312,7 @@ def _other_end(session: Session, asked: Sequence[StopPrompt]) -> tuple[int, floa
     end_S, inside_S = torch.stack(at_ends).mean(0), torch.cat(inside)
     if not inside_S.numel() or float(end_S[len(specials) :].sum()) > UNLIKELY:
         return None
+    # an end is likely where answers end, and nowhere else
     best = int(end_S[: len(specials)].argmax())
     if float(end_S[best]) < 0.5 or float(inside_S[:, best].mean()) > UNLIKELY:
         return None

@@ -1,8 +1,8 @@
-"""Pictures in the model: as many features as placeholders, numbered as the library numbers them, seen by the sample
-they belong to and by no other.
+"""Pictures in the model: as many features as placeholders, numbered as the library numbers them, visible to their own
+sample alone.
 
-A stand-in has the size of the picture it replaces, and noise for colours, the same every time. Samples are the
-session's pair: two with pictures, if there are so many.
+A stand-in has the size of the picture it replaces, and the same random colors every time. Samples are the session's
+pair: two with pictures, if there are that many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from taut.checks.measure import drift, gap, replace_tokens
-from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, split_error
+from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if, split_error
 from taut.checks.session import PROBE_TOKENS, Session, beginning, num_tokens, once
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.errors import ModelError
@@ -24,11 +24,9 @@ from taut.models import architecture
 from taut.types import Picture, Sample
 from taut.vision import tower
 
-SHOWN = 3
-
 
 def _require_pictures(session: Session) -> None:
-    """End a check of pictures as skipped where there are none."""
+    """Skip a check of pictures if there are none."""
     skip_if(session.inputs.renderer.image_store is None, "the model takes no pictures")
     skip_if(not session.with_pictures, "no row has a picture")
 
@@ -89,6 +87,7 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
     samples = {sample.id: sample for sample in (first, *others, other_end, session.pair[1])}
     backbone = architecture.decoder(session.model)
     number_by_library: Any = getattr(backbone, "get_rope_index", None)
+    # positions of each alone, by the library where it numbers pictures
     alone: dict[str, Tensor] = {}  # [1, T] or [3, T]
     for name, sample in samples.items():
         if number_by_library is None or not sample.media:
@@ -99,6 +98,7 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
         sizes = {key: value.cpu() for key, value in arguments if not value.is_floating_point()}
         alone[name] = number_by_library(input_ids=ids_T[None], **sizes)[0][:, 0]
     number = 0
+    # the same in a pack
     for how, policy in {"packed": ALONE, "with a prefix shared": PackPolicy(True, 1)}.items():
         packed = pack(list(samples.values()), policy)
         for row, name in enumerate(packed.sample_ids):
@@ -153,38 +153,38 @@ class StandIn:
     def tensors(self) -> Mapping[str, Tensor]:
         tensors = dict(self.original.tensors())
         for name, value in tensors.items():
-            if value.is_floating_point():  # waves along every axis: not one colour everywhere
+            if value.is_floating_point():  # waves along every axis: not one color everywhere
                 waves = (0.7 * torch.arange(value.numel(), dtype=torch.float64)).sin()
                 tensors[name] = waves.reshape(value.shape).to(value)
         return tensors
 
 
 def _with_stand_ins(sample: Sample) -> Sample:
-    """The same with stand-ins for all its pictures."""
+    """Copy a sample with stand-ins for all its pictures."""
     media = tuple(replace(shown, picture=StandIn(shown.picture)) for shown in sample.media)
     return replace(sample, id=f"{sample.id} with other pictures", media=media)
 
 
 class Swap(NamedTuple):
-    """The numbers of a sample and of its neighbour in the pack, before and after the sample gets other pictures."""
+    """The numbers of a sample and of its neighbor in the pack, before and after the sample gets other pictures."""
 
     sample: Sample
-    neighbour: Sample | None
-    """None: the model packs nothing."""
+    neighbor: Sample | None
+    """The neighbor; None if the model packs nothing."""
     after_picture: tuple[Tensor, Tensor]
     """The numbers of the sample's targets after its first picture."""
-    of_neighbour: tuple[Tensor, Tensor]
+    of_neighbor: tuple[Tensor, Tensor]
     all_after: Tensor
-    """All of the sample with other pictures."""
+    """All numbers of the sample with other pictures."""
 
 
 @once
 def _swaps(session: Session) -> list[Swap]:
-    """Each of the pair that has pictures. At most two forwards in addition to those that all checks share."""
+    """Swap the pictures of each sample of the pair that has some. At most two forwards beyond the shared ones."""
     swaps = []
     is_packed = session.loaded.one_sample is None
     before = session.packed if is_packed else session.alone
-    for sample, neighbour in (session.pair, session.pair[::-1]):
+    for sample, neighbor in (session.pair, session.pair[::-1]):
         if not sample.media:
             continue
         other = _with_stand_ins(sample)
@@ -193,15 +193,13 @@ def _swaps(session: Session) -> list[Swap]:
         is_later = sample.target_at_N >= sample.media[0].stop
         after_picture = before[sample.id][is_later], after[other.id][is_later]
         nothing = before[sample.id][:0]
-        of_neighbour = (
-            (before[neighbour.id], after[neighbour.id]) if is_packed else (nothing, nothing)
-        )
-        company = neighbour if is_packed else None
-        swaps.append(Swap(sample, company, after_picture, of_neighbour, after[other.id]))
+        of_neighbor = (before[neighbor.id], after[neighbor.id]) if is_packed else (nothing, nothing)
+        company = neighbor if is_packed else None
+        swaps.append(Swap(sample, company, after_picture, of_neighbor, after[other.id]))
     return swaps
 
 
-@check("vision.swapped", after=["attention.neighbour"])
+@check("vision.swapped", after=["attention.neighbor"])
 def another_picture_changes_the_answer(session: Session) -> Finding:
     """Does another picture change what the model says after it?
 
@@ -217,21 +215,22 @@ def another_picture_changes_the_answer(session: Session) -> Finding:
             f"another picture changes no {quantity.one.removeprefix('a ')} of {blind[0]}",
             measured=(0.0, quantity.unit),
             evidence=[f"{name}: noise in place of its pictures" for name in blind],
-            remedy="the picture does not reach the language model: a projector of zeros, or features that are lost; "
-            "take the checkpoint that the model came with, and please report the model",
+            remedy="the picture does not reach the language model (a projector of zeros, lost features); take the "
+            "checkpoint that the model came with, and please report the model",
         )
     return passed(f"another picture changes {quantity.many}", min(moves.values()), quantity.unit)
 
 
-@check("vision.neighbour", after=["vision.swapped"])
-def a_neighbours_picture_changes_nothing(session: Session) -> Finding:
-    """Does a neighbour's picture change nothing?
+@check("vision.neighbor", after=["vision.swapped"])
+def a_neighbors_picture_changes_nothing(session: Session) -> Finding:
+    """Does a neighbor's picture change nothing?
 
     Asked packed, and with prefixes shared, where two pictures of one size are two prefixes. Also: two of the user's own
-    pictures that differ have different digests, by which they are told apart.
+    pictures that differ have different digests, which tell them apart.
     """
     _require_pictures(session)
     remedy = "pictures are mixed up between samples; set batch.share_prefixes=false, and please report the model"
+    # different pictures have different digests
     first_with: dict[str, tuple[str, str]] = {}
     mistaken = []
     for index in session.with_pictures:
@@ -244,23 +243,23 @@ def a_neighbours_picture_changes_nothing(session: Session) -> Finding:
         return failed(
             "two different pictures are taken for one",
             measured=(len(mistaken), "pictures"),
-            evidence=mistaken[:SHOWN],
+            evidence=mistaken[:MAX_EXAMPLES],
             remedy=remedy,
         )
-    if session.loaded.one_sample is not None:
-        return skipped(f"nothing is packed: {session.loaded.one_sample}")
+    skip_if(session.loaded.one_sample, f"nothing is packed: {session.loaded.one_sample}")
     swaps = _swaps(session)
+    # a picture changes no number of its neighbor, packed or with prefixes shared
     moves: list[tuple[str, float, float]] = []  # which numbers, how far they move and may move
     for swap in swaps:
-        assert swap.neighbour is not None
-        where = f"{swap.neighbour.id}, packed with {swap.sample.id}"
-        moves.append((where, gap(*swap.of_neighbour), session.exact))
+        assert swap.neighbor is not None
+        where = f"{swap.neighbor.id}, packed with {swap.sample.id}"
+        moves.append((where, gap(*swap.of_neighbor), session.exact))
     if session.trainer.policy.share_prefixes:
-        sample, neighbour = swaps[0].sample, swaps[0].neighbour
-        assert neighbour is not None
+        sample, neighbor = swaps[0].sample, swaps[0].neighbor
+        assert neighbor is not None
         other = _with_stand_ins(sample)
         with session.inference():  # once around all: autocast keeps its casts
-            shared = session.numbers([sample, other, neighbour], PackPolicy(min_saved_tokens=1))
+            shared = session.numbers([sample, other, neighbor], PackPolicy(min_saved_tokens=1))
             packed = {**session.numbers(session.pair), other.id: swaps[0].all_after}
         for name, numbers in shared.items():
             moved = drift(numbers, packed[name])
@@ -268,7 +267,7 @@ def a_neighbours_picture_changes_nothing(session: Session) -> Finding:
     worst, quantity = 0.0, session.quantity
     for where, moved, limit in moves:
         if moved > limit:
-            says = f"a neighbour's picture changes {quantity.one} by {moved:.3g} {quantity.unit}"
+            says = f"a neighbor's picture changes {quantity.one} by {moved:.3g} {quantity.unit}"
             return failed(says, measured=(moved, quantity.unit), evidence=[where], remedy=remedy)
         worst = max(worst, moved)
-    return passed("a neighbour's picture changes nothing", worst, quantity.unit)
+    return passed("a neighbor's picture changes nothing", worst, quantity.unit)

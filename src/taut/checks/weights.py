@@ -14,52 +14,56 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from taut.checks.registry import Finding, check, failed, passed, skip_if
+from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if
 from taut.checks.session import Session
 from taut.models import architecture
-from taut.models.byte_rows import quantised_experts
-from taut.models.lora import plain_skeleton
-from taut.models.quantised import format_of
+from taut.models.lora.merge import plain_skeleton
+from taut.models.quantized.quantized_layers import format_of
+from taut.models.quantized.quantized_storage import quantized_experts
 from taut.models.weight_files import converted
 from taut.train import distributed
 
-SHOWN = 3
 NUM_ROWS = 8
-"""Rows that are compared of a rank's part of a tensor: the first, the last and others at random."""
+"""Rows to compare of a rank's part of a tensor: the first, the last and others at random."""
 SMALL = 2**14
 """Parts with at most this many numbers are compared whole."""
 ADAPTER = (".base_layer", ".original_module", ".token_adapter")
-"""What peft adds to the names of tensors that it leaves as they are."""
+"""Parts that peft adds to the names of unchanged tensors."""
 
 
-@check("model.weights", after=["model.quantised"])
+@check("model.weights", after=["model.quantized"])
 def each_rank_holds_the_checkpoints_numbers(session: Session) -> Finding:
     """Does each rank hold the numbers of the checkpoint, in its part of each tensor?
 
     Some rows of the part of each tensor, against the files, bit for bit; of tensors that the files hold in another
-    shape (experts one by one) the first and the last of each shape. Of quantised experts, the bytes of the first and
+    shape (experts one by one) the first and the last of each shape. Of quantized experts, the bytes of the first and
     the last that the rank has, against those that their tensors in the files give. Older versions of the libraries cut
     tensors in the wrong place, without an error.
     """
     distributed.reshard(session.scorer)
     skeleton = plain_skeleton(session.scorer.model)
+    tables = [f"{name}.weight" for name in architecture.table_names(session.loaded.model)]
     compared, wrong = 0, list[str]()
     with ExitStack() as stack:
         files = open_files(session.loaded.model, stack)
         skip_if(
             not files, "the checkpoint has no safetensors, of which a row can be read by itself"
         )
+        # tensors that the files hold as they are
         elsewhere: dict[torch.Size, list[tuple[str, Tensor]]] = {}
         for name, parameter in _as_read(session, skeleton):
-            stored = _renamed(skeleton, name, parameter.shape)
-            if stored is None:
+            probe = torch.empty(parameter.shape, device="meta")
+            found = list(converted(skeleton, [{name: probe}]))
+            if len(found) != 1 or found[0][1] is not probe:
+                # the files hold it in another shape or order, or together with others
                 elsewhere.setdefault(parameter.shape, []).append((name, parameter))
-            elif stored in files:
+            elif (stored := found[0][0]) in files:
                 compared += 1
                 parameter = distributed.whole_of_twice_divided(parameter)
-                made = session.inputs.new_ids if name in _tables(session) else []
+                made = session.inputs.new_ids if name in tables else []
                 if not _is_stored(parameter, files[stored].get_slice(stored), name, made):
                     wrong.append(name)
+        # tensors that the files hold in parts: the first and the last of each shape
         for alike in elsewhere.values():
             for name, divided in dict([alike[0], alike[-1]]).items():
                 parameter = distributed.whole_of_twice_divided(divided)
@@ -70,7 +74,8 @@ def each_rank_holds_the_checkpoints_numbers(session: Session) -> Finding:
                     compared += 1
                     if not _is_equal(source.to(part.dtype)[own], part[own]):
                         wrong.append(f"{stored}, in {name}")
-        for label, is_same in _quantised_experts(session, skeleton, files):
+        # bytes of quantized experts
+        for label, is_same in _quantized_experts(session, skeleton, files):
             compared += 1
             if not is_same:
                 wrong.append(label)
@@ -80,7 +85,7 @@ def each_rank_holds_the_checkpoints_numbers(session: Session) -> Finding:
         return failed(
             f"{len(wrong)} of {compared} tensors{rank} are not those of the checkpoint",
             measured=(len(wrong), f"of {compared} tensors"),
-            evidence=sorted(wrong)[:SHOWN],
+            evidence=sorted(wrong)[:MAX_EXAMPLES],
             remedy="install the tested versions of torch and transformers (constraints.txt), and please report the "
             "model",
         )
@@ -137,13 +142,13 @@ def experts_in_files(
     }
 
 
-def _quantised_experts(
+def _quantized_experts(
     session: Session, skeleton: PreTrainedModel, files: Mapping[str, Any]
 ) -> Iterator[tuple[str, bool]]:
-    """Experts that this rank has, and whether they are the bytes that quantising their weights in the files gives."""
+    """Experts that this rank has, and whether they equal the bytes from quantizing their weights in the files."""
     if format_of(session.inputs.config) is not None:
         return
-    experts: list[tuple[str, Any]] = list(quantised_experts(session.loaded.model))
+    experts: list[tuple[str, Any]] = list(quantized_experts(session.loaded.model))
     for name, module in dict([*experts[:1], *experts[-1:]]).items():
         for key, layout in module.formats.items():
             parameter = module._parameters[key]
@@ -154,12 +159,12 @@ def _quantised_experts(
             shape = (parameter.shape[0], *layout.shape)
             own = {first, first + len(part) - 1}
             for number, source in experts_in_files(skeleton, full, shape, files, own).items():
-                row = layout.quantise(source.to(part.device))
+                row = layout.quantize(source.to(part.device))
                 yield f"expert {number} of {full}", torch.equal(row, part[number - first])
 
 
 def _as_read(session: Session, skeleton: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that the model was read with, by their names without adapters, less those that are quantised."""
+    """Parameters that the model was read with, by their names without adapters and without quantized ones."""
     names = {name for name, _ in skeleton.named_parameters()}
     for name, parameter in session.loaded.model.named_parameters():
         for part in ADAPTER:
@@ -168,19 +173,10 @@ def _as_read(session: Session, skeleton: PreTrainedModel) -> Iterator[tuple[str,
             yield name, parameter
 
 
-def _tables(session: Session) -> list[str]:
-    return [f"{name}.weight" for name in architecture.table_names(session.loaded.model)]
-
-
-def _renamed(skeleton: PreTrainedModel, name: str, shape: torch.Size) -> str | None:
-    """The name of a tensor in the files; None where they hold it in another shape or order, or with others."""
-    probe = torch.empty(shape, device="meta")
-    found = list(converted(skeleton, [{name: probe}]))
-    return found[0][0] if len(found) == 1 and found[0][1] is probe else None
-
-
 def _is_stored(parameter: Tensor, stored: Any, name: str, made: Sequence[int]) -> bool:
-    """Whether rows of this rank's part of a tensor are the bits in the file. ``made``: rows that are not from there."""
+    """Whether rows of this rank's part of a tensor are the bits in the file. ``made``: rows that do not come from the
+    file.
+    """
     part, first = distributed.local(parameter).detach(), distributed.first_row(parameter)
     rows, *rest = stored.get_shape()
     if rest != list(parameter.shape[1:]) or rows > parameter.shape[0]:
@@ -192,6 +188,7 @@ def _is_stored(parameter: Tensor, stored: Any, name: str, made: Sequence[int]) -
             return True
         offsets = torch.tensor(own) - first
         return _is_equal(stored[first:last].to(part.dtype)[offsets], part.cpu()[offsets])
+    # of a large part a few rows
     chosen = {first, last - 1, *random.Random(name).choices(range(first, last), k=NUM_ROWS)}
     return all(
         _is_equal(stored[row : row + 1].to(part.dtype), part[row - first : row - first + 1].cpu())
@@ -201,7 +198,7 @@ def _is_stored(parameter: Tensor, stored: Any, name: str, made: Sequence[int]) -
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether all numbers are the same; what is no number in the files is ``model.finite``'s to find."""
+    """Whether all numbers are equal; a number in the files that is not finite is left to ``model.finite``."""
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 

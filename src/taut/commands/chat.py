@@ -13,21 +13,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
-from pydantic import Field
-
-from taut.config import configclass, user_path
-from taut.data.messages import Message
-from taut.errors import ConfigError, EngineError, TautError
-from taut.inference.engine import Sampling, Texts, room
-from taut.inference.local import ConversationConfig, LocalEngine, conversation
-from taut.inference.open import ModelUse, Opened, open_engine
+from taut.commands.settings import Chat
+from taut.config import user_path
+from taut.data.rows.messages import Message
+from taut.errors import EngineError, TautError
+from taut.inference.engine import Texts, room
+from taut.inference.factory import OpenEngine, open_engine
+from taut.inference.local import LocalEngine, conversation
 from taut.io.temporary import TemporaryFolder
 from taut.train.signals import Interrupt
 from taut.types import Prompt
 from taut.vision.content import ImageRef, read_file
-from taut.vision.image_store import OF_ROWS, require_unset
 
 HELP = (
     "/reset starts a new conversation; /system TEXT sets the system message (without TEXT: none); /image PATH shows a "
@@ -41,42 +39,13 @@ CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], HALF)
 Write = Callable[[str], object]
 
 
-@configclass
-class ChatSampling(Sampling):
-    """Sampling of answers."""
-
-    max_new_tokens: Annotated[int, Field(ge=1)] = 1024
-    """Maximum tokens of an answer."""
-    temperature: Annotated[float, Field(ge=0)] = 0.7
-    """Sampling temperature. 0: greedy."""
-
-    def __post_init__(self) -> None:
-        if self.n != 1:
-            raise ConfigError(f"sampling.n={self.n}; expected 1: a chat has one answer; remove it")
-        super().__post_init__()
-
-
-@configclass
-class Chat(ModelUse):
-    """A conversation in the terminal."""
-
-    system: str | None = None
-    """The system message."""
-    sampling: ChatSampling = ChatSampling()
-    local: ConversationConfig = ConversationConfig()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_unset(self.images, OF_ROWS, "a chat")
-
-
 class Answer(NamedTuple):
     """An answer."""
 
     text: str | None
-    """None: there is no answer."""
+    """The text; None if there is no answer."""
     note: str
-    """Why it ended, if not with a stop token."""
+    """Reason why it ended, if not with a stop token."""
 
 
 def run(config: Chat) -> int:
@@ -86,7 +55,7 @@ def run(config: Chat) -> int:
     return 0
 
 
-def chat(config: Chat, opened: Opened, lines: Iterator[str], write: Write) -> None:
+def chat(config: Chat, opened: OpenEngine, lines: Iterator[str], write: Write) -> None:
     """Answer every line."""
     write("\n".join(f"{name}: {value}" for name, value, _ in opened.decisions) + f"\n{HELP}\n")
     with conversation(opened.engine), TemporaryFolder("chat") as folder:
@@ -108,8 +77,8 @@ def chat(config: Chat, opened: Opened, lines: Iterator[str], write: Write) -> No
 class Session:
     """One conversation."""
 
-    def __init__(self, config: Chat, opened: Opened, write: Write, folder: Path) -> None:
-        """``folder``: for copies of the pictures, whose files may change later."""
+    def __init__(self, config: Chat, opened: OpenEngine, write: Write, folder: Path) -> None:
+        """``folder`` receives copies of the pictures, whose files may change later."""
         self.folder, self.opened, self.sampling, self.write = folder, opened, config.sampling, write
         self.system = config.system
         self.messages: list[Message] = []
@@ -147,6 +116,7 @@ class Session:
                 f"/image: {who} takes no pictures; expected text; write it as a message"
             )
         named = str(user_path(path, "/image"))
+        # a copy: the file may change later
         image_store.see(ImageRef("file", named), "/image")
         kept = self.folder / str(len(list(self.folder.iterdir())))
         kept.write_bytes(read_file(named, image_store.images.max_bytes))
@@ -157,6 +127,7 @@ class Session:
 
     def say(self, text: str) -> None:
         """Answer a message; both join the conversation, unless there is no answer."""
+        # the whole conversation, rendered anew
         pictures = [{"type": "image", "image": picture} for picture in self.pictures]
         content = [*pictures, {"type": "text", "text": text}] if pictures else text
         messages = [*self.messages, {"role": "user", "content": content}]
@@ -197,6 +168,7 @@ class Session:
         except KeyboardInterrupt:
             note = "stopped"
         text = stream.finish()
+        # it ended by itself, or it was cut
         has_ended = stream.ids[-1:] and (
             stream.ids[-1] in self.opened.stops.ids
             or self.texts.has_stop(stream.ids, self.sampling.stop)
@@ -224,6 +196,7 @@ class Stream:
         """Add a token."""
         self.ids.append(index)
         text = self.texts.text(self.ids, self.stops).rstrip(HALF)
+        # what a stop string may still remove
         held = max(
             (
                 length

@@ -1,10 +1,10 @@
-"""``taut check``: find what is wrong with a run before it is trained.
+"""``taut check``: find the faults of a run before it is trained.
 
     taut check RUN.toml [key=value ...] [--full] [--all] [--json]   a run, with the keys of ``taut sft``
     taut check --model DIR --data FILE                         a model and data, with the defaults
 
-Prints failures and warnings, then one line about the rest: how many passed, and how many were not asked for this run,
-by the reason; with --all one row per check. Exit code 1 where a check failed; warnings do not change it. Nothing is
+Prints failures and warnings, then one line that counts the checks that passed and, by reason, the checks that were not
+asked for this run; with --all one row per check. Exit code 1 if a check failed; warnings do not change it. Nothing is
 trained and nothing is written. ``--recipe``: see check_recipe.py; ``--cluster``: check_cluster.py.
 """
 
@@ -24,40 +24,24 @@ from rich.table import Table
 from rich.text import Text
 
 from taut.checks import Part
-from taut.checks.examine import Answered, Examination, examine
+from taut.checks.examine import CheckResult, Examination, examine
 from taut.checks.rollouts import close
 from taut.checks.session import Session
-from taut.config import configclass, load
+from taut.commands.settings import CheckOptions
+from taut.config import load
 from taut.errors import ConfigError
 from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig, class_of
-from taut.run.setup import use_products
+from taut.run.setup import use_cpu_matmul
 from taut.train import distributed
 
 SCHEMA = "taut.check/2"
-"""Raised whenever a field changes its meaning or goes; docs/check.md says what there is."""
+"""Version, raised whenever a field changes its meaning or disappears; docs/check.md describes the fields."""
 STYLES = {"passed": "green", "warning": "bold yellow", "failed": "bold red", "skipped": "dim"}
 
-REASONS_SHOWN = 3
-"""Reasons why checks were not asked that the summary names."""
-
-
-@configclass
-class CheckOptions:
-    """Options of the check."""
-
-    full: bool = False
-    """Also run the checks that take minutes."""
-    all: bool = False
-    """Show every check, including passed and skipped ones, with numbers and notes."""
-    json: bool = False
-    """Print one JSON object (see docs/check.md) instead of the table."""
-
-
-@configclass
-class CheckRun(CheckOptions, RunConfig):
-    """A run, and the options of the check: the keys of the command."""
+MAX_REASONS = 3
+"""Number of reasons that the summary gives for checks that were not asked."""
 
 
 def main(path: Path | None, overrides: Sequence[str]) -> int:
@@ -74,38 +58,36 @@ def run(config: RunConfig, options: CheckOptions) -> int:
     part: Part = "full" if options.full else "quick"
     if options.json:
         examination = _examine(session, part)
-        sys.stdout.write(
-            json.dumps(as_json(examination, {"model": config.model}), allow_nan=False) + "\n"
-        )
+        found = as_json(examination, {"model": config.model})
+        sys.stdout.write(json.dumps(found, allow_nan=False) + "\n")
         return 1 if examination.failures else 0
     console.lines([f"{config.model}, {part} part\n"])
 
-    def show(answered: Answered) -> None:
-        is_finding = answered.finding.outcome in ("failed", "warning")
+    def show(result: CheckResult) -> None:
+        is_finding = result.finding.outcome in ("failed", "warning")
         # what was not asked because of a failure, or was left out by name, is left to the end
-        if (options.all or is_finding) and answered.cause is None and not answered.is_left_out:
-            show_row(console, answered)
+        if (options.all or is_finding) and result.cause is None and not result.is_left_out:
+            show_row(console, result)
 
     examination = _examine(session, part, show)
     show_rest(console, examination)
-    console.print(
-        Text(
-            f"\n{summary(examination)}{'' if options.all else '; --all shows every check'}",
-            STYLES["failed" if examination.failures else "passed"],
-        )
-    )
+    more = "" if options.all else "; --all shows every check"
+    style = STYLES["failed" if examination.failures else "passed"]
+    console.print(Text(f"\n{summary(examination)}{more}", style))
     return 1 if examination.failures else 0
 
 
 def show_rest(console: Console, examination: Examination) -> None:
-    """What was not asked because of a failure, and what was left out by name."""
-    num_not_asked = Counter(
-        finding.cause for finding in examination.answered if finding.cause is not None
-    )
+    """Print the checks that were not asked because of a failure, and the checks that were left out by name."""
+    num_not_asked = Counter(one.cause for one in examination.results if one.cause is not None)
     for cause, number in num_not_asked.items():
         text = f"\n{counted(number, 'checks')} not asked, since {cause} failed"
         console.print(Text(text, STYLES["skipped"]))
-    left_out = [finding.name for finding in examination.answered if finding.is_left_out]
+    # what ends an answer is said in any case
+    ends = [each.finding for each in examination.results if each.name == "stop.set"]
+    for finding in (finding for finding in ends if finding.outcome == "passed"):
+        console.print(Text(f"\n{finding.says}", STYLES["skipped"]))
+    left_out = [finding.name for finding in examination.results if finding.is_left_out]
     if left_out:
         text = f"\nleft out by name (checks.skip): {', '.join(left_out)}"
         console.print(Text(text, STYLES["warning"]))
@@ -118,30 +100,30 @@ def summary(examination: Examination) -> str:
     parts = [f"{len(examination.failures)} failed"] if examination.failures else []
     parts += [counted(len(examination.warnings), "warnings")] if examination.warnings else []
     parts.append(f"{examination.count('passed')} passed")
+    # checks that were not asked, by reason
     reasons = Counter(
-        answered.finding.says
-        for answered in examination.answered
-        if answered.finding.outcome == "skipped"
-        and answered.cause is None
-        and not answered.is_left_out
+        result.finding.says
+        for result in examination.results
+        if result.finding.outcome == "skipped" and result.cause is None and not result.is_left_out
     ).most_common()
     if reasons:
-        listed = [f"{number}: {reason}" for reason, number in reasons[:REASONS_SHOWN]]
-        num_others = sum(number for _, number in reasons[REASONS_SHOWN:])
+        listed = [f"{number}: {reason}" for reason, number in reasons[:MAX_REASONS]]
+        num_others = sum(number for _, number in reasons[MAX_REASONS:])
         listed += [f"{num_others}: other reasons"] if num_others else []
         num_unasked = sum(number for _, number in reasons)
         parts.append(f"{num_unasked} not asked for this run ({', '.join(listed)})")
     return f"{', '.join(parts)} in {examination.seconds:.1f} s"
 
 
-def show_row(console: Console, answered: Answered) -> None:
+def show_row(console: Console, result: CheckResult) -> None:
     """A question and its answer, with evidence and remedy of a finding and the notes of a check that passed."""
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for width in (7, 21, 17):  # of outcome, name and number; the rest is for the text
         table.add_column(width=width, overflow="fold")
     table.add_column(overflow="fold")
-    finding = answered.finding
+    finding = result.finding
     style = STYLES[finding.outcome]
+    # a whole number has no decimals, and one of a unit is singular
     number = ""
     if finding.number is not None and finding.outcome != "skipped":
         is_whole = float(finding.number).is_integer() and abs(finding.number) < 1e15
@@ -149,13 +131,13 @@ def show_row(console: Console, answered: Answered) -> None:
         number = f"{digits} {finding.unit.removesuffix('s') if digits == '1' else finding.unit}"
     table.add_row(
         Text(finding.outcome, style),
-        Text(answered.name, style if finding.remedy else "bold"),
+        Text(result.name, style if finding.remedy else "bold"),
         Text(number.rstrip()),
         Text(finding.says, style if finding.outcome != "passed" else ""),
     )
     lines = [Text(line, "dim") for line in (*finding.evidence, *finding.notes)]
     if finding.outcome == "failed":
-        lines.insert(0, Text(answered.question, "italic"))
+        lines.insert(0, Text(result.question, "italic"))
     if finding.remedy:
         lines.append(Text(f"-> {finding.remedy}", "bold"))
     for line in lines:
@@ -164,7 +146,7 @@ def show_row(console: Console, answered: Answered) -> None:
 
 
 def as_json(examination: Examination, about: dict[str, Any]) -> dict[str, Any]:
-    """Everything, for programs. ``about``: what was examined."""
+    """The examination for programs. ``about``: its subject."""
     return {
         "schema": SCHEMA,
         "taut": version("taut"),
@@ -172,7 +154,7 @@ def as_json(examination: Examination, about: dict[str, Any]) -> dict[str, Any]:
         "part": examination.part,
         "outcome": "failed" if examination.failures else "passed",
         "seconds": round(examination.seconds, 3),
-        "checks": [finding.as_fields() for finding in examination.answered],
+        "checks": [finding.as_fields() for finding in examination.results],
     }
 
 
@@ -182,7 +164,7 @@ def check(config: RunConfig, *, full: bool) -> Examination:
 
 
 def _examine(
-    session: Session, part: Part, follow: Callable[[Answered], None] = lambda _: None
+    session: Session, part: Part, follow: Callable[[CheckResult], None] = lambda _: None
 ) -> Examination:
     """Run the checks, and close what they opened."""
     try:
@@ -196,9 +178,9 @@ def session_of(config: RunConfig) -> Session:
     """A session on the configured run."""
     if distributed.world_size() > 1:
         raise ConfigError(
-            "taut check was started on several ranks; expected one process; start it without torchrun (each training "
-            "asks the quick part on all of its ranks), or with --cluster to compare machines"
+            "taut check was started on several ranks; expected one process; start it without torchrun, or with "
+            "--cluster to compare machines"
         )
     ranks = distributed.start(config.device, replace(config.parallel, replicas=1, tensor=1))
-    use_products(config, ranks)
+    use_cpu_matmul(config, ranks)
     return Session(config, ranks)

@@ -1,11 +1,11 @@
-"""``taut check --cluster``: find what is wrong with the machines of a run before it is launched.
+"""``taut check --cluster``: find the faults of a run's machines before it is launched.
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m taut check --cluster RUN.toml [key=value ...]
 
-Started as the run will be, on all nodes. Prints one row a question, from the first rank: versions, settings, shared
-folders, data and model, clocks, devices, sums over ranks, room on disk. Exit code 1 where a check failed; warnings do
-not change it. Alone it says that it sees one process, and looks at its disks. A run on several nodes asks the same as
-it starts; with --cluster no model is loaded. An empty file is written to each folder, and removed again.
+Start it like the run, on all nodes. Prints one row per question, from the first rank: versions, settings, shared
+folders, data and model, clocks, devices, sums over ranks, room on disk. Exit code 1 if a check failed; warnings do not
+change it. A single process says so, and examines its disks. A run on several nodes asks the same questions as it
+starts; with --cluster no model is loaded. An empty file is written to each folder, and removed again.
 """
 
 from __future__ import annotations
@@ -21,25 +21,11 @@ from rich.text import Text
 from taut.checks.cluster import Cluster, deadline
 from taut.checks.examine import examine
 from taut.commands.check import STYLES, as_json, show_rest, show_row, summary
-from taut.config import configclass, load
+from taut.commands.settings import CheckClusterOptions
+from taut.config import load
 from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig, class_of
 from taut.train import distributed
-
-
-@configclass
-class CheckClusterOptions:
-    """Options of the preflight."""
-
-    cluster: bool = False
-    """Examine the machines of the run instead of the run."""
-    json: bool = False
-    """Print one JSON object (see docs/check.md) instead of the table."""
-
-
-@configclass
-class CheckClusterRun(CheckClusterOptions, RunConfig):
-    """A run, and the options of the preflight: the keys of the command."""
 
 
 def main(path: Path | None, overrides: Sequence[str]) -> int:
@@ -61,9 +47,9 @@ def run(config: RunConfig, options: CheckClusterOptions) -> int:
         sys.stdout.write(json.dumps(found, allow_nan=False) + "\n")
     elif ranks.is_writer:
         console = Terminal(width=None if sys.stdout.isatty() else 100)
-        for answered in examination.answered:
-            if answered.cause is None and not answered.is_left_out:
-                show_row(console, answered)
+        for result in examination.results:
+            if result.cause is None and not result.is_left_out:
+                show_row(console, result)
         show_rest(console, examination)
         style = STYLES["failed" if examination.failures else "passed"]
         console.print(Text(f"\n{summary(examination)}", style))

@@ -1,11 +1,11 @@
 """``taut generate MODEL prompts=FILE out=FILE``: completions of a file of prompts, one JSON object per line.
 
-    {"id", "index", "ids", "logp", "logp_one", "finish_reason", "text"}    and, where there are any, "error",
+    {"id", "index", "ids", "logp", "logp_one", "finish_reason", "text"}    and, where present, "error",
                                                                            "references", "prompt_ids", "images"
     and with ``rewards``                                                   "reward", "scores", "reward_error"
 
 With ``rewards`` every completion is judged once all are finished, and the file is written again with the weighted sum
-(null where one of them is an error, or none applies) and each reward's score. With ``out=DIR/`` the completions are in
+(null if one reward is an error, or none applies) and each reward's score. With ``out=DIR/`` the completions are in
 ``DIR.completions.jsonl``, and become a data set folder of rows that ``taut sft`` reads, all of them or the best of each
 prompt:
 
@@ -13,10 +13,10 @@ prompt:
 
 A line is written as soon as its completion is finished, so lines are in order of completion; ``id`` and ``index``
 identify them; ``images`` are path and SHA-256 of the prompt's pictures. After a crash, an interrupt or errors, the same
-command with ``resume=true`` keeps what is written, generates the rest, and retries errors. ``FILE.meta.json`` next to
-the output holds the settings of the completions; a run with other settings does not add to them.
+command with ``resume=true`` keeps the finished lines, generates the rest, and retries errors. ``FILE.meta.json`` next
+to the output holds the settings of the completions; a command with other settings does not add to them.
 
-Reports with intervals are those of ``taut eval`` (evaluate.py).
+``taut eval`` reports rewards with intervals (evaluate.py).
 """
 
 from __future__ import annotations
@@ -31,44 +31,45 @@ from dataclasses import dataclass, replace
 from io import FileIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pydantic
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import TypedDict
 
-from taut.commands.reading import (
-    RowSettings,
-    print_decisions,
-    read_prompts,
-    require_free,
-    write_errors,
+from taut.commands.reading import print_decisions, read_prompts, require_free, write_errors
+from taut.commands.settings import Generate
+from taut.config import Decision, home_path, to_dict
+from taut.data.read.folder import (
+    ROWS,
+    Card,
+    beside,
+    is_folder,
+    require_new,
+    write_card,
+    writing_folder,
 )
-from taut.config import Decision, changed, configclass, home_path, to_dict
-from taut.curate.output import beside
-from taut.data.folder import ROWS, Card, is_folder, require_new, write_card, writing_folder
-from taut.data.prompts import PromptRow
-from taut.data.sources import Source
-from taut.errors import ConfigError, DataError, EngineError, OutputError, redacted_in
-from taut.evals.answers import answered
-from taut.inference.engine import Sampling, require_text, require_usable
-from taut.inference.open import ModelUse, open_engine, open_renderer
+from taut.data.rows.prompts import PromptRow
+from taut.errors import DataError, EngineError, OutputError, redacted_in
+from taut.evals.answers import to_reward_input
+from taut.inference.engine import require_text, require_usable
+from taut.inference.factory import open_engine, open_renderer
 from taut.inference.reward_model import open_rater
 from taut.io import files
 from taut.io.console import counted
 from taut.io.notebook import html_table
 from taut.io.terminal import Terminal
-from taut.rewards import Panel, RewardSpec, open_panel
+from taut.rewards.reward_set import RewardSet, open_rewards
 from taut.types import Completion, FloatArray
 
 COMPLETIONS = "completions.jsonl"
-"""Of a data set folder: the completions are in a file beside it."""
+"""Suffix of the completions file beside a data set folder."""
 CHUNK_LINES = 1024
-"""Completions that are judged at a time."""
+"""Completions judged at a time."""
 MAX_ERRORS = 3
 """Errors listed in the summary."""
-SHOWN = 5
-"""Completions that a notebook shows of the file."""
+MAX_EXAMPLES = 5
+"""Completions of the file shown in a notebook."""
 FINISH = "are written; the same command with resume=true finishes the rest"
 PARTS = 10
 """Progress lines without a terminal."""
@@ -77,44 +78,6 @@ DECIMALS = 7
 
 Key = tuple[str, int]
 """A completion: its prompt's id and its index."""
-
-
-@configclass
-class Generate(RowSettings, ModelUse):
-    """Completions of a file of prompts."""
-
-    prompts: str | Source
-    """A .jsonl, .json, .csv, .tsv or .parquet file, or a Hugging Face data set: rows with messages, conversations,
-    prompt, instruction or text."""
-    out: str
-    """The JSONL file to write, or DIR/, a data set folder with a card; it must not exist, unless resume."""
-    reference: str | None = None
-    """Column with the right answer, copied next to each completion; by default one of the usual names, if present."""
-    prompt_ids: bool = False
-    """Also write each prompt's token ids."""
-    resume: bool = False
-    """Complete the output of an earlier run with the same settings; start new if there is none."""
-    rewards: str | list[str | RewardSpec] | None = None
-    """Rewards that judge each completion: names of docs/rewards.md, FILE.py:function, or tables of them, with
-    options."""
-    keep: Literal["all", "best"] = "all"
-    """Rows of DIR/: all completions, or of each prompt the one with the highest reward."""
-    license: str | None = None
-    """Licence of the rows for the card of DIR/, as the Hugging Face hub names it: apache-2.0, cc-by-4.0, ..."""
-    sampling: Sampling = Sampling()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.keep == "best" and self.rewards is None:
-            raise ConfigError(
-                "keep=best and rewards is not set; expected what judges the completions; set rewards"
-            )
-        for key in changed(self, ("keep", "license")):
-            if not is_folder(self.out):
-                raise ConfigError(
-                    f"{key}={getattr(self, key)} is for a data set folder, and out={self.out} is a file; set "
-                    f"out=DIR/, or remove {key}"
-                )
 
 
 class _Line(TypedDict):
@@ -129,24 +92,24 @@ class _Line(TypedDict):
 
 
 class Judged(NamedTuple):
-    """What the rewards say of the completions of a file."""
+    """Results of the rewards on the completions of a file."""
 
     num_scored: int
     mean: float | None
-    """Of those with a reward."""
+    """Mean reward of the completions that have one."""
     errors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Generated:
-    """The result; counts are of this run, without an earlier one's completions."""
+    """The result; counts cover this run, without an earlier run's completions."""
 
     out: Path
     num_prompts: int
     num_completions: int
     """Completions in the file, without errors."""
     num_kept: int
-    """Completions of an earlier run among them."""
+    """Number of these that are from an earlier run."""
     finished: Mapping[str, int]
     """finish_reason -> completions."""
     num_tokens: int
@@ -155,16 +118,16 @@ class Generated:
     """Errors of this run's failed completions."""
     decisions: tuple[Decision, ...]
     judged: Judged | None = None
-    """With rewards, and where all completions are finished."""
+    """Results of the rewards, once all completions are finished."""
     num_rows: int | None = None
     """Rows of the data set folder, if there is one."""
 
     def _repr_html_(self) -> str:
-        """The summary, and the first completions of the file where it is there."""
+        """The summary, and the first completions of the file if it exists."""
         rows = []
         if self.out.is_file():
             with files.open_text(self.out) as file:
-                rows = [json.loads(line) for line in islice(file, SHOWN)]
+                rows = [json.loads(line) for line in islice(file, MAX_EXAMPLES)]
         columns = ("id", "index", "finish_reason", "text")
         cells = [[row.get(column) for column in columns] for row in rows]
         return html_table(summary(self), columns if rows else (), cells)
@@ -181,8 +144,8 @@ def run(config: Generate) -> int:
 def generate(
     config: Generate, console: Terminal | None = None, afterwards: str = FINISH
 ) -> Generated:
-    """Write the completions that are not in ``config.out`` yet. ``console``: for decisions and progress.
-    ``afterwards``: the message about the finished ones where not all could be finished.
+    """Write the completions that are not in ``config.out`` yet. ``console``: receives decisions and progress.
+    ``afterwards``: message about the finished ones if not all could be finished.
     """
     out = home_path(config.out)
     if is_folder(config.out):
@@ -191,14 +154,14 @@ def generate(
     do = "set resume=true to finish what it lacks, or name another"
     require_free(out, config.prompts, "prompts", may_exist=config.resume, do=do)
     with ExitStack() as stack:
-        panel = None
+        reward_set = None
         if config.rewards is not None:
-            panel = stack.enter_context(open_panel(config.rewards, open_rater=open_rater))
-            print_decisions(console, panel.decisions)
-        rows, generated = _complete(config, out, panel, console, afterwards)
-        if generated.errors or not (panel or is_folder(config.out)):
+            reward_set = stack.enter_context(open_rewards(config.rewards, open_rater=open_rater))
+            print_decisions(console, reward_set.decisions)
+        rows, generated = _complete(config, out, reward_set, console, afterwards)
+        if generated.errors or not (reward_set or is_folder(config.out)):
             return generated
-        judged = None if panel is None else _judge(out, rows, panel)
+        judged = None if reward_set is None else _judge(out, rows, reward_set)
         if is_folder(config.out):
             folder = home_path(config.out)
             num_rows = _write_folder(config, folder, out, rows)
@@ -209,7 +172,7 @@ def generate(
 def _complete(
     config: Generate,
     out: Path,
-    panel: Panel | None,
+    reward_set: RewardSet | None,
     console: Terminal | None,
     afterwards: str,
 ) -> tuple[list[PromptRow], Generated]:
@@ -222,14 +185,15 @@ def _complete(
         rendering.renderer,
         console,
         reference=config.reference,
-        needs_reference=panel is not None
-        and any(part.verifier.needs_reference for part in panel.parts),
+        needs_reference=reward_set is not None
+        and any(part.verifier.needs_reference for part in reward_set.parts),
     )
     if is_folder(config.out) and (with_media := next((row for row in rows if row.media), None)):
         raise DataError(
             f"{with_media.place}: the prompt has pictures, which the rows of out={config.out} have no place for; "
             "expected text; name a file, out=FILE.jsonl"
         )
+    # what is there already, and what is missing
     identity = _identity(config, rows, rendering.stops.ids)
     kept = _kept(out, identity) if config.resume else []
     done = {_key(line) for line in kept}
@@ -241,6 +205,7 @@ def _complete(
     with open_engine(config, rendering) as opened:
         require_usable(prompts, opened.context)
         print_decisions(console, opened.decisions)
+        # start the file with what is kept
         lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
         with write_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -283,7 +248,7 @@ def _complete(
     return rows, generated
 
 
-def _judge(out: Path, rows: Sequence[PromptRow], panel: Panel) -> Judged:
+def _judge(out: Path, rows: Sequence[PromptRow], reward_set: RewardSet) -> Judged:
     """Write the completions again, with their rewards."""
     by_id = {row.id: row for row in rows}
     rewards: list[float] = []
@@ -291,9 +256,10 @@ def _judge(out: Path, rows: Sequence[PromptRow], panel: Panel) -> Judged:
     with write_errors(out), files.open_text(out) as lines, files.writing(out) as file:
         while texts := list(islice(lines, CHUNK_LINES)):
             chunk = [json.loads(text) for text in texts]
-            verdicts = panel.grade(
+            # a chunk of lines at a time: a file may be larger than memory
+            reward_results = reward_set.grade(
                 [
-                    answered(
+                    to_reward_input(
                         by_id[line["id"]],
                         line["text"],
                         num_tokens=len(line["ids"]),
@@ -302,15 +268,15 @@ def _judge(out: Path, rows: Sequence[PromptRow], panel: Panel) -> Judged:
                     for line in chunk
                 ]
             )
-            for line, verdict in zip(chunk, verdicts, strict=True):
-                line["reward"] = verdict.total
-                line["scores"] = {name: score.value for name, score in verdict.parts.items()}
+            for line, reward_result in zip(chunk, reward_results, strict=True):
+                line["reward"] = reward_result.total
+                line["scores"] = {name: score.value for name, score in reward_result.parts.items()}
                 line.pop("reward_error", None)
-                if verdict.total is not None:
-                    rewards.append(verdict.total)
-                if verdict.error is not None:
-                    line["reward_error"] = verdict.error
-                    errors.append(f"{line['id']}: {verdict.error}")
+                if reward_result.total is not None:
+                    rewards.append(reward_result.total)
+                if reward_result.error is not None:
+                    line["reward_error"] = reward_result.error
+                    errors.append(f"{line['id']}: {reward_result.error}")
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
     mean = sum(rewards) / len(rewards) if rewards else None
     return Judged(len(rewards), mean, tuple(errors))
@@ -320,6 +286,7 @@ def _write_folder(
     config: Generate, folder: Path, completions: Path, rows: Sequence[PromptRow]
 ) -> int:
     """Write the data set folder of completions. Returns the number of its rows."""
+    # in the order of the prompts
     order = {row.id: number for number, row in enumerate(rows)}
     with files.open_text(completions) as file:
         lines = [json.loads(text) for text in file]
@@ -335,6 +302,7 @@ def _write_folder(
         raise DataError(
             f"{completions}: no completion has a reward; expected one at least; see reward_error in the file"
         )
+    # the card says where the rows are from
     settings = redacted_in(to_dict(config))
     digest = files.digest(completions)
     about = (
@@ -355,12 +323,13 @@ def _write_folder(
 def _training_row(line: Mapping[str, Any], row: PromptRow) -> dict[str, Any]:
     """A completion as a row of SFT."""
     is_text = isinstance(row.prompt, str)
-    answer = line["text"] if is_text else [{"role": "assistant", "content": line["text"]}]
+    whole = row.beginning + line["text"]
+    answer = whole if is_text else [{"role": "assistant", "content": whole}]
     names = ("finish_reason", "reward", "scores")
     return {
         "id": line["id"],
         "index": line["index"],
-        "prompt": row.prompt if is_text else list(row.prompt),
+        "prompt": row.prompt if is_text else list(row.asked),
         "completion": answer,
         **{name: line[name] for name in names if name in line},
         **({"tools": list(row.tools)} if row.tools else {}),
@@ -369,6 +338,7 @@ def _training_row(line: Mapping[str, Any], row: PromptRow) -> dict[str, Any]:
 
 def summary(result: Generated) -> str:
     """The summary as text."""
+    # this run's completions, and earlier ones
     total = sum(result.finished.values())
     parts = [f"{total:,} completions of {result.num_prompts:,} prompts"]
     if result.num_kept:
@@ -421,6 +391,7 @@ class _Tally:
 
     def __call__(self, completion: Completion) -> None:
         self.progress.advance(self.progress.task_ids[0])
+        # a line at every tenth, where there is no bar
         (task,) = self.progress.tasks
         share = int(task.completed * PARTS // (task.total or 1))
         if self.console is not None and share > self.num_shown:
@@ -514,17 +485,16 @@ def _kept(out: Path, identity: Mapping[str, Any]) -> list[_Line]:
             texts = file.read().split(b"\n")
     except (OSError, ValueError, LookupError, TypeError):
         earlier = None
+    fault = ""
     if not isinstance(earlier, dict):
-        raise OutputError(
-            f"{_meta(out).name} next to out={out} cannot be read; expected the settings of its completions; name "
-            "another out"
+        fault = f"{_meta(out).name} next to out={out} cannot be read; expected the completions' settings; restore it"
+    elif changed := [name for name, value in identity.items() if earlier.get(name) != value]:
+        settings = ", ".join(changed)
+        fault = (
+            f"out={out} was drawn with other settings ({settings}); expected the same; restore them"
         )
-    changed = [name for name, value in identity.items() if earlier.get(name) != value]
-    if changed:
-        raise OutputError(
-            f"out={out} was drawn with other settings ({', '.join(changed)}); expected the same to add to it; restore "
-            "them, or name another out"
-        )
+    if fault:
+        raise OutputError(f"{fault}, or name another out")
     lines: dict[Key, _Line] = {}
     reader = pydantic.TypeAdapter(_Line)
     # after the last newline there is nothing, or a torn line

@@ -13,7 +13,7 @@ import difflib
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from taut.errors import ConfigError
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:  # it loads pydantic, which the overview does not need
 
 WIDTH = 80
 WHOLE = 24
-"""Keys of a command up to which its help lists all of them."""
+"""Maximum number of keys of a command whose help lists all of them."""
 GENERAL, ALL = "general", "all"
 MOST_SET = (
     *("model", "data.train", "data.eval", "data.max_length", "prompts", "data", "rewards", "out"),
     *("steps", "epochs", "batch.samples_per_step", "optim.learning_rate", "lora.rank", "rollout.n"),
     *("rollout.max_new_tokens", "sampling.max_new_tokens", "engine", "urls", "port", "resume"),
 )
-"""Keys that the help of a command shows first, where it has them."""
+"""Keys that the help of a command shows first, if it has them."""
 ITEM = " " * 2
 TEXT = " " * 6
 REST = " " * 10
-"""Before the rest of a line that is too long; no other line begins with as many spaces."""
+"""Indent of the continuation of a long line; no other line begins with as many spaces."""
 EXAMPLES = {
     "sft": ("model=DIR data.train=a.jsonl out=runs/a", "run.toml lora.rank=16 resume=true"),
     "grpo": ("model=DIR data.train=a.jsonl rewards=math out=runs/a", "run.toml rollout.n=16"),
@@ -48,12 +48,12 @@ EXAMPLES = {
     ),
     "score": ("DIR data=a.jsonl out=b.jsonl",),
 }
-"""Of commands whose usage does not say enough; the other training methods have those of sft."""
+"""Examples of commands whose usage does not say enough; the other training methods share the examples of sft."""
 TRAINING_EXAMPLES = ("model=DIR data.train=a.jsonl out=runs/a", "run.toml optim.learning_rate=1e-5")
 
 
 def overview(groups: Mapping[str, Mapping[str, str]], example: str) -> str:
-    """The commands: title of a group -> command -> what it does."""
+    """The commands: title of a group -> command -> purpose."""
     width = max(len(name) for commands in groups.values() for name in commands) + len("taut ") + 2
     lines = ["usage: taut COMMAND [RUN.toml | RUN.yaml] [key=value | --key value ...]"]
     for title, commands in groups.items():
@@ -65,7 +65,7 @@ def overview(groups: Mapping[str, Mapping[str, str]], example: str) -> str:
 
 
 def family(name: str, commands: Mapping[str, str]) -> str:
-    """The commands that begin with the same word: name -> what it does."""
+    """Commands that begin with the same word: name -> purpose."""
     width = max(map(len, commands)) + len("taut ") + 2
     lines = [f"usage: taut {name} TOOL [key=value | --key value ...]", ""]
     for command, about in commands.items():
@@ -82,7 +82,9 @@ def usage(name: str, words: str) -> list[str]:
 def command_help(
     name: str, about: str, rows: Sequence[Row], topic: str | None, is_training: bool
 ) -> list[str]:
-    """What follows the usage: keys, or groups of keys. Raises ConfigError where ``topic`` is no group, key or all."""
+    """The part after the usage: keys, or groups of keys. Raises ConfigError if ``topic`` is no group, no key and not
+    all.
+    """
     if topic is not None:
         return _keys(f"keys of {topic}", _of_topic(name, rows, topic))
     lines = filled(f"{about[0].upper()}{about[1:]}.", "")
@@ -101,6 +103,16 @@ def command_help(
             *filled(f"taut {name} --help GROUP: the keys of a group; --help all: every key", ""),
         ]
     return [*lines, *(["", "examples:", *examples] if examples else [])]
+
+
+def rows_of(cls: type[Any]) -> list[Row]:
+    """Every key of a configuration class, with the defaults of its method."""
+    from taut.config import describe
+
+    notes = cls.defaults_by_method() if hasattr(cls, "defaults_by_method") else {}
+    return [
+        row._replace(doc=f"{row.doc} {notes.get(row.key, '')}".rstrip()) for row in describe(cls)
+    ]
 
 
 def group_of(key: str) -> str:
@@ -146,7 +158,7 @@ def _keys(title: str, rows: Sequence[Row]) -> list[str]:
     lines = [f"{title} (type; default):"]
     for row in rows:
         lines += filled(f"{row.key}  ({row.type}; {row.default})", ITEM, REST)
-        lines += filled(row.doc, TEXT)
+        lines += filled(row.text, TEXT)
     return lines
 
 
@@ -172,8 +184,12 @@ def _of_topic(name: str, rows: Sequence[Row], topic: str) -> Sequence[Row]:
         or (topic == GENERAL and "." not in row.key)
     ]
     if not found:
+        from taut.config import foreign_keys
+
         groups = [*groups_of(rows), ALL]
-        near = difflib.get_close_matches(topic, [*groups, *(row.key for row in rows)], 1)
+        keys = [row.key for row in rows]
+        foreign = [key for key in foreign_keys()[0].get(topic, ()) if key in keys]
+        near = foreign or difflib.get_close_matches(topic, [*groups, *keys], 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
             f"taut {name} --help {topic}: no such group; expected one of {', '.join(groups)}, or a key{hint}"

@@ -1,11 +1,11 @@
 """``taut merge MODEL adapter=DIR out=DIR``: a base model and a LoRA adapter -> one model directory.
 
 Takes any LoRA adapter in peft's format, also with modules trained in full, trained embedding rows, and an enlarged
-vocabulary. Refused: an ``out`` that exists, another kind of adapter, one with tensors that the base model has no place
-for, or that leaves places empty. The result has the base's dtype, the stop set, and a contract. Adapter, merged and
-reloaded model are compared before the result appears, as after training. An adapter that was trained on a quantised
-base (the file next to it says so) is merged into the numbers that the codes stand for: on the base as it is it would
-be another model, and how different is reported.
+vocabulary. Refuses an ``out`` that exists, another kind of adapter, and an adapter with tensors missing or without a
+place in the base model. The result has the base's dtype, the stop set, and a contract. Adapter, merged and reloaded
+model are compared before the result appears, as after training. An adapter that was trained on a quantized base (the
+file next to it says so) is merged into the dequantized weights, because on the unquantized base it would be another
+model; the difference is reported.
 
 Golden prompts are rows of ``data``, else built-in ones.
 """
@@ -19,14 +19,16 @@ from pathlib import Path
 
 import torch
 
-from taut.config import configclass, home_path
-from taut.data.cache import default_directory
-from taut.data.dataset import DataConfig, build_renderer, read_rows
-from taut.data.messages import Row
-from taut.data.stop_tokens import derive_stop_set, described
+from taut.commands.settings import Merge
+from taut.config import home_path
+from taut.data.dataset import build_renderer, read_rows
+from taut.data.render.stop_tokens import derive_stop_set, described
+from taut.data.rows.messages import Row
+from taut.data.settings import DataConfig
+from taut.data.store.cache import default_directory
 from taut.errors import OutputError
-from taut.evals.contract import FILE, ContractConfig, Origin, built_in_rows, choose_questions, seal
-from taut.evals.reload import (
+from taut.evals.contract import FILE, SavedModelTest, built_in_rows, choose_questions
+from taut.evals.round_trip import (
     Comparison,
     Trained,
     compare,
@@ -38,7 +40,6 @@ from taut.evals.reload import (
 from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.models.attention_backends import select
-from taut.models.frozen import Storage
 from taut.models.load import (
     checkpoint_dtype,
     has_tokenizer,
@@ -47,33 +48,13 @@ from taut.models.load import (
     load_tokenizer,
     stop_ids_in_files,
 )
-from taut.models.lora import adapter_settings, base_of, load_adapter
+from taut.models.lora.adapters import adapter_settings, base_of, load_adapter
+from taut.models.quantized.frozen_storage import Storage
 from taut.models.save import saving
 from taut.models.scorer import Scorer
 from taut.train import distributed
-from taut.vision.content import ImagesConfig
 from taut.vision.image_store import open_image_store
-
-
-@configclass
-class Merge:
-    """Merge a base model and a LoRA adapter."""
-
-    model: str
-    """Directory (or hub name) of the base model."""
-    adapter: str
-    """Directory of the LoRA adapter."""
-    out: str
-    """The model directory to write; it must not exist."""
-    data: str | None = None
-    """Rows whose prompts become golden prompts of the contract; by default a few built-in ones."""
-    template: str | None = None
-    """A file with a chat template to use and save instead of the tokenizer's own."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
-    contract: ContractConfig = ContractConfig()
+from taut.vision.settings import ImagesConfig
 
 
 @dataclass(frozen=True)
@@ -90,10 +71,10 @@ class Merged:
     stops: tuple[str, str]
     """The stop set and the reason."""
     checks: list[Comparison]
-    quantise: str | None = None
-    """How the base was quantised that the adapter was trained on."""
-    unquantised: Comparison | None = None
-    """The adapter on that base, compared with the adapter on the base as it is."""
+    quantize: str | None = None
+    """Quantization of the base that the adapter was trained on."""
+    unquantized: Comparison | None = None
+    """Comparison of the adapter on that base with the adapter on the unquantized base."""
 
 
 def run(config: Merge) -> int:
@@ -108,21 +89,21 @@ def run(config: Merge) -> int:
         f"stops   {merged.stops[0]} ({merged.stops[1]})",
         f"written {merged.out}, with {FILE}",
     ]
-    if merged.unquantised is not None:
+    if merged.unquantized is not None:
         lines.append(
-            f"base    quantised as {merged.quantise} in training, and so merged: into the numbers that its codes stand "
-            f"for. On the base as it is, logprobs would differ by up to {merged.unquantised.value:.3g} "
-            f"({merged.unquantised.detail})"
+            f"base    merged as quantized in training ({merged.quantize}), into the numbers of its codes; on the base "
+            f"as it is, logprobs would differ by up to {merged.unquantized.value:.3g} ({merged.unquantized.detail})"
         )
     Terminal(soft_wrap=True).lines(lines)
     return 0
 
 
 def merge(config: Merge) -> Merged:
-    """Write ``config.out``. Raises TautError; CheckFailed where the merged model differs from base plus adapter."""
+    """Write ``config.out``. Raises TautError; CheckFailed if the merged model differs from base plus adapter."""
     out, adapter = home_path(config.out), home_path(config.adapter)
     if out.exists():
         raise OutputError(f"out={out} exists; expected a new directory; name another, or remove it")
+    # base, tokenizer, template and stop set
     settings = adapter_settings(adapter)
     base = load_config(config.model, config.trust_remote_code)
     place = str(adapter) if has_tokenizer(str(adapter)) else config.model
@@ -137,13 +118,14 @@ def merge(config: Merge) -> Merged:
     )
     renderer = build_renderer(DataConfig(template=config.template), tokenizer, image_store)
     stops = derive_stop_set(renderer, stop_ids_in_files(config.model, base))
+    # the base as the adapter was trained on it
     device = distributed.start(config.device).device
     dtype, storage = checkpoint_dtype(base), None
     trained_on = base_of(adapter)
-    quantise = None if trained_on is None else trained_on.quantise
-    if quantise is not None:
+    quantize = None if trained_on is None else trained_on.quantize
+    if quantize is not None:
         whole = tuple(settings.get("modules_to_save") or ())
-        storage = Storage(torch.float32, torch.float32, quantise, whole)
+        storage = Storage(torch.float32, torch.float32, quantize, whole)
     model = load_model(
         config.model,
         dtype=torch.float32,
@@ -152,6 +134,7 @@ def merge(config: Merge) -> Merged:
         trust_remote_code=config.trust_remote_code,
         storage=storage,
     )
+    # the adapter on it, which the merged model is compared with
     adapted, new_ids, num_tensors = load_adapter(model, adapter, settings)
     scorer = Scorer(adapted).eval()
     rows: Iterable[Row] = built_in_rows(renderer)
@@ -160,13 +143,15 @@ def merge(config: Merge) -> Merged:
     if config.data is not None:
         rows = read_rows(DataConfig(train=config.data), "train")
     trained = Trained(scorer.model, None, samples, score(scorer, samples), dtype)
-    unquantised = None
-    if quantise is not None:
-        what = f"the adapter on the base in {quantise}, and on the base as it is"
+    # what the adapter would be on the unquantized base
+    unquantized = None
+    if quantize is not None:
+        what = f"the adapter on the base in {quantize}, and on the base as it is"
         trust, anew = config.trust_remote_code, room_for(scorer.model, scorer.device)
         scores = score(load_adapted(config.model, adapter, new_ids, anew, trust), samples)
-        unquantised = compare("unquantised", what, trained, scores)
-    origin = Origin(
+        unquantized = compare("unquantized", what, trained, scores)
+    # saved, reloaded, compared and asked, before it appears
+    test = SavedModelTest(
         trained=trained,
         questions=choose_questions(rows, renderer, config.contract.prompts),
         stops=stops,
@@ -183,7 +168,7 @@ def merge(config: Merge) -> Merged:
         template=renderer.template.template,
         dtype=dtype,
     ) as directory:
-        seal(directory, origin, checks.append)
+        test.run(directory, checks.append)
     return Merged(
         out=out,
         rank=str(settings.get("r")),
@@ -192,6 +177,6 @@ def merge(config: Merge) -> Merged:
         dtype=dtype,
         stops=described(stops, renderer.template),
         checks=checks,
-        quantise=quantise,
-        unquantised=unquantised,
+        quantize=quantize,
+        unquantized=unquantized,
     )

@@ -1,13 +1,12 @@
-"""``taut plan [RUN.toml | RUN.yaml] --gpus N --gpu-memory 80GiB``: whether a run fits, in which configuration, and how
-fast it is.
+"""``taut plan [RUN.toml | RUN.yaml] --gpus N --gpu-memory 80GiB``: predict whether a run fits, and how fast it is.
 
-From the model's configuration alone; no weights are loaded and nothing is written (tokenised data goes to the cache).
-With data the micro-batches are those of the first steps; without data they are filled to
-``batch.tokens_per_microbatch``. The plan covers the run as configured first, then full fine-tuning and LoRA, with and
-without activation checkpointing, each with the keys to set and the largest token budget that fits. Exit code 0: the
-configured run fits; 1: it does not.
+Reads the model's configuration only; no weights are loaded and nothing is written (tokenized data goes to the cache).
+Plans the micro-batches of the first steps if there are data, otherwise micro-batches filled to
+``batch.tokens_per_microbatch``. Covers the run as configured first, then full fine-tuning and LoRA, with and without
+activation checkpointing, each with the keys to set and the largest token budget that fits. Exit code 0 if the
+configured run fits, 1 if it does not.
 
-Without a GPU, named or present, it plans for this machine's processor and memory, and measures a few layers.
+Without a GPU, named or present, plans for this machine's processor and memory, and measures a few layers.
 """
 
 from __future__ import annotations
@@ -17,29 +16,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedConfig
 
+from taut.commands.settings import Plan, Planning
 from taut.config import Decision, configclass, load
-from taut.data.dataset import DataConfig
+from taut.data.settings import DataConfig
 from taut.errors import ConfigError
-from taut.io.console import told_when_slow
+from taut.io.console import warn_if_slow
 from taut.io.terminal import Terminal
-from taut.methods.method import RunConfig, class_of
-from taut.models import architecture, products
+from taut.methods.method import class_of
+from taut.models import architecture
 from taut.models.attention_backends import select
+from taut.models.cpu import cpu_matmul
 from taut.models.load import load_config
-from taut.models.lora import LoraConfig
 from taut.models.precision import DTYPES, resolve_dtype
-from taut.models.quantised import Quantise, format_of
-from taut.models.recompute import ActivationCheckpointing, require_possible
-from taut.plan.ledger import PARTS
+from taut.models.quantized.quantized_layers import format_of
+from taut.models.recompute import require_possible
+from taut.models.settings import ActivationCheckpointing, LoraConfig, Quantize
+from taut.plan.allocations import PARTS
 from taut.plan.memory import (
     Footprint,
     Prediction,
@@ -50,12 +50,11 @@ from taut.plan.memory import (
 )
 from taut.plan.models import FUSED, Kernels, skeleton
 from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet, recomputed
-from taut.plan.rollouts import Rollout, rollout_of, seconds_of
-from taut.plan.scoring import scoring_of
-from taut.plan.steps import Workload, without_data, workload
+from taut.plan.rollouts import Rollout, rollout_of, scoring_of, seconds_of
+from taut.plan.workload import Workload, without_data, workload
 from taut.run.inputs import load_inputs
 from taut.train import distributed
-from taut.train.distributed import ParallelConfig, Ranks
+from taut.train.distributed import Ranks
 from taut.types import Packed
 
 GIB = 2**30
@@ -96,37 +95,11 @@ NAME_WIDTH = 24
 """Columns of a part's name, at most."""
 LORA_RANK = 16
 MEASURED_FLOPS = 5e12
-"""Largest number of operations per layer of a timed micro-batch."""
+"""Maximum operations per layer of a timed micro-batch."""
 ROUND = 64
-"""Token budgets are multiples of this."""
+"""Unit of token budgets."""
 MAX_RATIO = 64
-"""Largest predicted token budget, as a multiple of the configured one: the prediction is an extrapolation."""
-
-
-@configclass
-class Planning:
-    """The machine of a plan."""
-
-    gpus: Annotated[int, Field(ge=1)] = 1
-    """Number of GPUs (ranks)."""
-    gpu_memory: str | None = None
-    """Memory of each GPU: 80GiB, 141GB. By default that of the named or detected GPU, or of this machine."""
-    gpu: str | None = None
-    """A GPU of the table in docs/plan.md, for the seconds of a step: A100-40GB, A100-80GB, B200, H100, H200, L4, L40S,
-    RTX4090."""
-    headroom: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Fraction of the memory to leave free for the driver, collectives and the allocator's fragments."""
-    measure: bool = True
-    """Time a few layers if the plan is for this machine."""
-    alternatives: bool = True
-    """Plan other configurations of the run too."""
-
-
-@configclass
-class Plan(Planning, RunConfig):
-    """A run to plan: all keys of ``taut sft`` (or of the command that ``method`` names), and"""
-
-    data: DataConfig = DataConfig()
+"""Maximum predicted token budget, as a multiple of the configured one: the prediction is an extrapolation."""
 
 
 class Machine(NamedTuple):
@@ -134,7 +107,7 @@ class Machine(NamedTuple):
 
     name: str
     device: torch.device | None
-    """The device for measurements; None: not this machine."""
+    """The device for measurements; None if the plan is for another machine."""
     memory: int
     """Bytes per device."""
     kernels: Kernels
@@ -148,19 +121,19 @@ class Way:
     keys: tuple[str, ...]
     """The keys to set for it."""
     footprint: Footprint
-    """With the largest micro-batch of the token budget."""
+    """Bytes with the largest micro-batch of the token budget."""
     now: Footprint
-    """With the largest micro-batch of the first steps."""
+    """Bytes with the largest micro-batch of the first steps."""
     most_tokens: int
-    """Tokens of the largest micro-batch that fits; 0: not even the longest sample does."""
+    """Tokens of the largest micro-batch that fits; 0 if not even the longest sample does."""
     least_ranks: int | None
-    """Smallest number of GPUs on which the configured micro-batches fit; None: more than there are."""
+    """Minimum number of GPUs on which the configured micro-batches fit; None if more are needed than there are."""
     seconds: Seconds | None
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The whole plan."""
+    """The plan of a run."""
 
     machine: Machine
     num_ranks: int
@@ -168,7 +141,7 @@ class Planned:
     work: Workload
     num_parameters: int
     ways: tuple[Way, ...]
-    """The configured one first."""
+    """All configurations, the configured one first."""
     decisions: tuple[Decision, ...] = ()
     """Settings that the method chooses."""
 
@@ -201,7 +174,8 @@ def run(config: Any) -> int:
 
 
 def plan(config: Plan) -> Planned:
-    """The plan. Raises TautError for a run that cannot be planned."""
+    """Make the plan. Raises TautError for a run that cannot be planned."""
+    # the machine, and what it can do
     distributed.require_divisors(config.gpus, config.parallel)
     model = load_config(config.model, config.trust_remote_code, needs_weights=False)
     machine = _machine(config, model)
@@ -215,43 +189,44 @@ def plan(config: Plan) -> Planned:
         distributed.require_offloadable(machine.device or torch.device("cuda"))
     num_shares = config.gpus // config.parallel.tensor
     if config.data.train is not None:
-        with told_when_slow("reading the data and laying out the first steps"):
+        with warn_if_slow("reading the data and laying out the first steps"):
             inputs = load_inputs(config, Ranks(0, 1, torch.device("cpu")))
             model, work = inputs.config, workload(config, inputs, num_shares)
     else:
         work = without_data(config, model, num_shares)
     limit = int(machine.memory * (1 - config.headroom))
-    with told_when_slow("timing a few layers on this machine (measure=false leaves that out)"):
+    with warn_if_slow("timing a few layers on this machine (measure=false leaves that out)"):
         rates = _rates(config, model, machine, work)
+    # the configurations to compare: the configured one first
     ways, num_parameters = [], 0
     is_lora, lora = config.lora.is_on, config.lora
     lora = lora if is_lora else LoraConfig(rank=LORA_RANK)
-    bases: list[tuple[bool, Quantise | None]] = [(False, None), (True, None)]
+    bases: list[tuple[bool, Quantize | None]] = [(False, None), (True, None)]
     offloads = config.parallel.cpu_offload
     may_round = machine.kernels.dtype != torch.float64 and format_of(model) is None
     if may_round and not lora.dora and not offloads:
-        bases.append((True, config.quantise or "nf4"))
+        bases.append((True, config.quantize or "nf4"))
     others: list[ActivationCheckpointing] = [False, True]
     if config.activation_checkpointing not in others:
         others.append(config.activation_checkpointing)
     choices = list(product(bases, others))
-    configured = ((is_lora, config.quantise), config.activation_checkpointing)
+    configured = ((is_lora, config.quantize), config.activation_checkpointing)
     choices.sort(key=lambda choice: choice != configured)
     if not config.alternatives:
         choices = choices[:1]
-    for (has_lora, quantise), recomputes in choices:  # the configured run first
+    for (has_lora, quantize), recomputes in choices:  # the configured run first
         other = replace(
             config,
             lora=lora if has_lora else LoraConfig(),
-            quantise=quantise,
+            quantize=quantize,
             frozen_dtype=config.frozen_dtype if has_lora else "auto",
             save=config.save if has_lora else replace(config.save, merged=True),
             activation_checkpointing=recomputes,
         )
         name = f"LoRA, rank {lora.rank or 'of the adapter'}" if has_lora else "all weights"
-        name += f", {quantise}" if quantise else ""
+        name += f", {quantize}" if quantize else ""
         name += CHECKPOINTING[recomputes]
-        with told_when_slow(f"counting the bytes of {name}"):
+        with warn_if_slow(f"counting the bytes of {name}"):
             planner = _Planner(other, model, machine, work, limit)
         ways.append(planner.way(name, config, rates))
         num_parameters = num_parameters or planner.full.traced.policy.num_parameters
@@ -274,8 +249,7 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
     """The machine of the plan: a named GPU, one of the given memory, or this machine."""
     if config.gpu is not None and config.gpu not in GPUS:
         raise ConfigError(
-            f"gpu={config.gpu} is not in the table; expected one of {', '.join(GPUS)}; "
-            "or leave it out and give gpu_memory"
+            f"gpu={config.gpu} is not in the table; expected one of {', '.join(GPUS)}; or set gpu_memory instead"
         )
     size_set = None if config.gpu_memory is None else memory(config.gpu_memory, "gpu_memory")
     is_here = config.device == "cpu" or torch.cuda.is_available() or size_set is None
@@ -299,16 +273,15 @@ def _rates(config: Plan, model: PreTrainedConfig, machine: Machine, work: Worklo
     if machine.device is None or not is_whole or not config.measure:
         return None
     bare = skeleton(config, model)
-    per_token = (
-        architecture.flops(bare).per_token / architecture.text_config(bare).num_hidden_layers
-    )
+    num_layers = architecture.text_config(bare).num_hidden_layers
+    per_token = architecture.flops(bare).per_token / num_layers
     tokens = max(64, min(work.largest.num_tokens, int(MEASURED_FLOPS / per_token)))
     packed = work.largest
     if tokens < packed.num_tokens:
         packed = work.supply.filled(tokens)
     attention = select(config.attention, machine.device, machine.kernels.dtype, model)
     kernels = machine.kernels._replace(attention=attention.implementation)
-    products.use(products.select(config.products, machine.device, kernels.dtype))
+    cpu_matmul.use(cpu_matmul.select(config.cpu_matmul, machine.device, kernels.dtype))
     return calibrate(config, model, kernels, packed, machine.device)
 
 
@@ -336,16 +309,22 @@ class _Planner:
         """The prediction on the given number of GPUs."""
         full = self.footprint(self.full, configured.gpus)
         max_tokens = self._max_tokens(configured.gpus)
-        counts = [
-            n
-            for n in _counts(configured.gpus, configured.parallel)
-            if self._full_on(n).peak <= self.limit
-        ]
+        # on how many GPUs it fits; one GPU computes differently from several
+        each = configured.parallel.replicas * configured.parallel.tensor
+        most = configured.gpus
+        counts = []
+        for count in {1 << power for power in range(most.bit_length())} | {most}:
+            if count % each == 0:
+                is_alike = (count > 1) == (self.run.gpus > 1)
+                traced = self.full if is_alike else self._trace(self.work.fullest, count)
+                if self.footprint(traced, count).peak <= self.limit:
+                    counts.append(count)
+        # the keys that make the configured run into this one
         keys = []
         if self.run.lora != configured.lora:
             keys.append(f"lora.rank={self.run.lora.rank}")
-        if self.run.quantise != configured.quantise and self.run.quantise is not None:
-            keys.append(f"quantise={self.run.quantise}")
+        if self.run.quantize != configured.quantize and self.run.quantize is not None:
+            keys.append(f"quantize={self.run.quantize}")
         if self.run.activation_checkpointing != configured.activation_checkpointing:
             keys.append(
                 f"activation_checkpointing={str(self.run.activation_checkpointing).lower()}"
@@ -364,7 +343,7 @@ class _Planner:
         return footprint_of(self.run, prediction.traced, kernels, num_ranks, rollout, scoring)
 
     def _around_on(self, num_ranks: int) -> tuple[Rollout | None, int]:
-        """What generating and scoring take of each of so many ranks."""
+        """Memory and time that generating and scoring take on each of this many ranks."""
         if num_ranks not in self._around:
             run, kernels, supply = self.run, self.machine.kernels, self.work.supply
             rollout = rollout_of(run, self.model, kernels, supply, num_ranks)
@@ -375,12 +354,6 @@ class _Planner:
         kernels, is_first = self.machine.kernels, self.work.later is None
         ranks = num_ranks or self.run.gpus
         return predict(self.run, self.model, kernels, packed, is_first=is_first, num_ranks=ranks)
-
-    def _full_on(self, num_ranks: int) -> Footprint:
-        """With a full micro-batch on another number of GPUs. One computes otherwise than several."""
-        is_alike = (num_ranks > 1) == (self.run.gpus > 1)
-        full = self.full if is_alike else self._trace(self.work.fullest, num_ranks)
-        return self.footprint(full, num_ranks)
 
     def _max_tokens(self, num_ranks: int) -> int:
         """The tokens that fill the memory, extrapolated linearly from two sizes."""
@@ -395,7 +368,8 @@ class _Planner:
         return max_tokens if max_tokens >= self.work.supply.longest else 0
 
     def _seconds(self, num_ranks: int, rates: Rates | None) -> Seconds | None:
-        """The mean over the first steps."""
+        """Seconds of a step: a mean over the first steps."""
+        # by this machine's rates, or a data sheet's
         recomputes, steps = recomputed(self.run.activation_checkpointing), self.work.steps
         works = [work for step in steps for work in step]
         traced = self.full.traced
@@ -412,7 +386,10 @@ class _Planner:
             )
         else:
             return None
+        # completions before the steps
         count, generating, source = len(steps), 0.0, total.source
+        if self.run.generates:
+            source += f"; at most, for every completion has {self.run.grows:,} tokens"
         rollout, _ = self._around_on(num_ranks)
         if rollout is not None and rates is None:
             replicas = self.run.parallel.replicas
@@ -427,13 +404,6 @@ class _Planner:
             communication=total.communication / count,
             transfer=total.transfer / count,
         )
-
-
-def _counts(num_ranks: int, parallel: ParallelConfig) -> list[int]:
-    """Numbers of GPUs that are tried."""
-    each = parallel.replicas * parallel.tensor
-    counts = {1 << power for power in range(num_ranks.bit_length())} | {num_ranks}
-    return sorted(count for count in counts if count % each == 0)
 
 
 def show(planned: Planned, console: Console) -> None:
@@ -498,6 +468,7 @@ def _parts(planned: Planned) -> Table:
     def add(name: str, about: str, sizes: list[int], style: str = "") -> None:
         table.add_row(f"  {name}", *map(_gib, sizes), about, style=style)
 
+    # parts at the peak of a step, then what is around the steps
     footprints = list(columns.values())
     for name in (*PARTS, "staging"):
         if configured.footprint.parts.get(name):
@@ -514,18 +485,14 @@ def _parts(planned: Planned) -> Table:
     add("saving", ABOUT["ending"], [size.ending for size in footprints])
     for name in ("reading", "saving", "staging", "offloaded"):
         size = getattr(configured.footprint, name)
-        if size and name not in configured.footprint.parts and not is_host(planned.machine):
+        is_host = planned.machine.kernels.device.type == "cpu"
+        if size and name not in configured.footprint.parts and not is_host:
             add("on the host", ABOUT[name], [getattr(size, name) for size in footprints])
     return table
 
 
-def is_host(machine: Machine) -> bool:
-    """Whether the device is the host itself."""
-    return machine.kernels.device.type == "cpu"
-
-
 def _verdict(planned: Planned) -> str:
-    """Whether the configured run fits, and otherwise the remedy."""
+    """Say whether the configured run fits, and otherwise the remedy."""
     configured = planned.ways[0]
     need = f"{_gib(configured.footprint.peak)} of {_gib(planned.limit)} GiB"
     if planned.fits:

@@ -1,4 +1,4 @@
-"""What commands share: reading rows with their pictures, writing a JSON lines file of results, printing decisions.
+"""Common parts of commands: reading rows with their pictures, writing a JSON lines file of results, printing decisions.
 
 ``RowSettings`` are the settings of every command that reads rows. Rows whose pictures cannot be read are errors, or
 with images.bad=drop are left out and listed.
@@ -8,42 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from taut.config import Decision, configclass, home_path
-from taut.data.prompts import PromptRow, load_prompts
-from taut.data.render import Incident, Renderer
-from taut.data.schema import Columns, Format
-from taut.data.sources import Source, folder_of
+from taut.commands.settings import RowSettings
+from taut.config import Decision, home_path
+from taut.data.read.sources import folder_of
+from taut.data.render.render import Incident, Renderer
+from taut.data.rows.prompts import PromptRow, load_prompts
+from taut.data.rows.schema import Columns
+from taut.data.settings import Source
 from taut.errors import DataError, OutputError
 from taut.io.console import counted
 from taut.io.terminal import Terminal
-from taut.vision.content import ImagesConfig
+from taut.vision.settings import ImagesConfig
 
 MAX_INCIDENTS = 3
 """Rows left out that are listed one by one."""
-
-
-@configclass
-class RowSettings:
-    """How rows of a file or data set are read."""
-
-    format: Format = "auto"
-    """Format of the rows; auto recognises it by the columns."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """taut's name of a column -> its name in the data."""
-    ignore_keys: tuple[str, ...] = ()
-    """Keys of messages, and columns of pictures or sound, to ignore."""
-    apply_chat_template: bool = False
-    """Render plain-text prompts with the chat template, as a user message. By default they are used as they are."""
-    system: str | None = None
-    """A system message put in front of conversations that have none; a row's own takes precedence."""
-    limit: Annotated[int, Field(ge=1)] | None = None
-    """Read only this many rows."""
 
 
 def source_of(data: str | Source) -> Source:
@@ -54,7 +35,7 @@ def source_of(data: str | Source) -> Source:
 def columns_of(
     settings: RowSettings, images: ImagesConfig, source: Source, **options: Any
 ) -> Columns:
-    """How rows of ``source`` are read; what it sets itself takes precedence. ``options``: further fields of
+    """Settings for reading the rows of ``source``, whose own settings take precedence. ``options``: further fields of
     ``Columns``.
     """
     return Columns(
@@ -81,8 +62,9 @@ def read_prompts(
     reference: str | None,
     needs_reference: bool = False,
 ) -> list[PromptRow]:
-    """The prompts of a file. ``console``: where rows that are left out are listed."""
-    source, incidents = source_of(data), incident_list(images)
+    """Read the prompts of a file. ``console``: receives the list of rows that are left out."""
+    source = source_of(data)
+    incidents: list[Incident] | None = [] if images.bad == "drop" else None
     rows = load_prompts(
         source,
         renderer,
@@ -96,15 +78,10 @@ def read_prompts(
     return rows
 
 
-def incident_list(images: ImagesConfig) -> list[Incident] | None:
-    """A list for rows whose pictures cannot be read; None: such a row is an error."""
-    return [] if images.bad == "drop" else None
-
-
 def report_left_out(
     incidents: Sequence[Incident] | None, rows: Sequence[object], console: Terminal | None
 ) -> None:
-    """List the rows that are left out; raise DataError where none remain."""
+    """List the rows that are left out; raise DataError if none remain."""
     if not incidents:
         return
     if not rows:
@@ -127,20 +104,23 @@ def print_decisions(console: Terminal | None, decisions: Sequence[Decision]) -> 
 
 
 def require_free(out: Path, data: str | Source, content: str, *, may_exist: bool, do: str) -> None:
-    """Raise OutputError unless the JSONL file ``out`` may be written. ``content``: of the file that is read; ``do``:
-    the remedy where ``out`` exists.
+    """Raise OutputError unless the JSONL file ``out`` may be written. ``content``: contents of the file that is read;
+    ``do``: remedy if ``out`` exists.
     """
+    fault = ""
     if out.is_dir():
-        raise OutputError(f"out={out} is a directory; expected a JSONL file; name one in it")
-    if out.exists() and out.resolve() == home_path(source_of(data).path).resolve():
-        raise OutputError(f"out={out} is the file of {content}; expected another; rename out")
-    if out.exists() and not may_exist:
-        raise OutputError(f"out={out} exists; expected a new file; {do}")
+        fault = "is a directory; expected a JSONL file; name one in it"
+    elif out.exists() and out.resolve() == home_path(source_of(data).path).resolve():
+        fault = f"is the file of {content}; expected another; rename out"
+    elif out.exists() and not may_exist:
+        fault = f"exists; expected a new file; {do}"
+    if fault:
+        raise OutputError(f"out={out} {fault}")
 
 
 @contextmanager
 def write_errors(out: Path, do: str = "") -> Iterator[None]:
-    """OSErrors of the block as OutputErrors of ``out``. ``do``: the remedy."""
+    """Turn OSErrors of the block into OutputErrors of ``out``. ``do``: the remedy."""
     try:
         yield
     except OSError as error:

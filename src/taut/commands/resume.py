@@ -1,12 +1,14 @@
-"""Continue the run in OUT with the configuration in its resolved.json and resume=true. Further keys override it, as in
-steps=200: they are those of the command that started the run (taut sft --help), as are the exit codes.
+"""Continue the run in OUT with the configuration in its resolved.json and resume=true.
 
-Relative paths, in the configuration and in these keys, are relative to the directory in which the run was started,
-and the process works there until the run ends. Only OUT is relative to the current directory.
+Further keys override the configuration, as in steps=200; keys and exit codes are the same as of the command that
+started the run (taut sft --help). Relative paths, in the configuration and in these keys, are relative to the directory
+in which the run was started, and the process works there until the run ends. Only OUT is relative to the current
+directory.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir
@@ -15,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from taut.commands import train
-from taut.commands.train import Result
-from taut.config import override, replace, restore, user_path
-from taut.errors import ConfigError, DataError, ModelError, OutputError
+from taut.config import override, replace, restore, to_dict, user_path
+from taut.errors import HIDDEN, ConfigError, DataError, ModelError, OutputError
 from taut.methods import METHODS
-from taut.train.run_dir import MARK, read_resolved
+from taut.run.ending import Result
+from taut.train.run_dir import MARK, dotted, read_resolved
 
 # ``taut resume --help`` prints the docstring.
 
@@ -42,34 +44,40 @@ def resume(out: str | os.PathLike[str], keys: Mapping[str, Any]) -> Result:
 
 def _resume(path: str, set_keys: Callable[[Any], Any]) -> Result:
     out = user_path(path, "out")
+    # what was started, and where
     resolved, place = read_resolved(out), out / MARK
     versions = (
         f"the run is of taut {resolved.get('taut')} and this is {version('taut')}: "
         "resume with a version that knows it"
     )
-    method = resolved.get("method")
-    if method not in list(METHODS):
-        raise ConfigError(
-            f"found method={method!r} at {place}; expected one of {', '.join(METHODS)}; {versions}"
-        )
-    config, directory = resolved.get("config"), resolved.get("directory")
-    if not isinstance(config, dict) or not isinstance(directory, str):
-        raise ConfigError(
-            f"found no 'config' and 'directory' at {place}; expected both; {versions}"
-        )
+    method, config = resolved.get("method"), resolved.get("config")
+    directory = resolved.get("directory")
+    known = list(METHODS)
+    if not (method in known and isinstance(config, dict) and isinstance(directory, str)):
+        fault = f"found no 'config' and 'directory' at {place}; expected both"
+        if method not in known:
+            fault = f"found method={method!r} at {place}; expected one of {', '.join(METHODS)}"
+        raise ConfigError(f"{fault}; {versions}")
     if not (Path(directory).is_dir() and os.access(directory, os.X_OK)):
         raise OutputError(
-            f"{place} says that the run was started in {directory}, which is not available; expected that directory, "
-            "since relative paths refer to it; make it, or give the command that started the run, with "
-            f"out={out} resume=true"
+            f"{place}: the run was started in {directory}, which is not available; expected it, since relative paths "
+            f"refer to it; make it, or give the run's own command with out={out} resume=true"
         )
     try:
         started = restore(METHODS[method], config, f"at {place}")
     except ConfigError as error:
         raise ConfigError(f"{error}; {versions}") from error
+    # the same run, with the keys of this command
     is_here = Path(directory).samefile(Path.cwd())
     fixed = {"out": path if is_here else str(out.resolve()), "resume": True, "overwrite": False}
     run = set_keys(replace(started, fixed))
+    again = dict(dotted(to_dict(run)))
+    if hidden := [key for key in resolved.get("redacted", ()) if HIDDEN in json.dumps(again[key])]:
+        raise ConfigError(
+            f"{place} keeps no secrets, and {', '.join(hidden)} had one ({HIDDEN}); give the key with its value to "
+            "taut resume, or name a variable that holds it, where the key can"
+        )
+    # relative paths refer to where it was started
     if is_here:
         return train.train(run)
     try:

@@ -11,41 +11,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import fmean
-from typing import Annotated, Literal
 
-from pydantic import Field
 from rich.table import Table
 from rich.text import Text
 
-from taut.config import configclass, user_path
+from taut.commands.settings import Rollouts
+from taut.config import user_path
 from taut.errors import OutputError
 from taut.io.console import counted, one_line
 from taut.io.terminal import Terminal
-from taut.run.recorded import Recorded, Row, answer_text, is_judged, prompt_text, why_unlearned
+from taut.run.recorded import Recorded, Row, answer_text, is_judged, why_unlearned
 from taut.train.log.events import to_json
 
-PROMPT_SHOWN = 400
-"""Characters of a prompt that are shown; of its end, where the question is."""
-REASON_SHOWN = 200
-"""Characters of a reward's error or reply that are shown; ``--json`` has what is recorded."""
-
-
-@configclass
-class Rollouts:
-    """Print the rollouts of a step."""
-
-    out: str
-    """Directory of the run."""
-    step: Annotated[int, Field(ge=1)] | None = None
-    """The first step that trained on them. Default: the newest."""
-    prompt: str | None = None
-    """Only the prompt with this id."""
-    sort: Literal["index", "reward", "length"] = "index"
-    """The order of the answers to a prompt: as sampled, best first, or longest first."""
-    groups: Annotated[int, Field(ge=1)] = 4
-    """Prompts to print."""
-    json: bool = False
-    """Print the rows as JSON lines, with their tokens and logprobs, in place of a report."""
+MAX_PROMPT_CHARS = 600
+"""Maximum characters shown of a prompt's beginning, where tools are; twice as many are shown of its end."""
+MAX_REASON_CHARS = 200
+"""Maximum characters shown of a reward's error or reply; ``--json`` has all that was recorded."""
 
 
 KEYS = {
@@ -62,6 +43,7 @@ def run(config: Rollouts) -> int:
     step = recorded.require_step(config.step, recorded.rollout_steps, "rollouts", key)
     rows, trained = recorded.rollouts(step), recorded.trained_on(step)
     whole = [list(group) for _, group in groupby(rows, key=lambda row: row["group"])]
+    # the groups that are asked for
     chosen = [g for g in whole if config.prompt in (None, g[0]["prompt_id"])]
     if not chosen:
         ids = ", ".join(group[0]["prompt_id"] for group in whole[:5])
@@ -74,9 +56,16 @@ def run(config: Rollouts) -> int:
             sys.stdout.write(json.dumps(to_json(row), ensure_ascii=False) + "\n")
         return 0
     terminal = Terminal()
-    terminal.print(Text(_summary(step, rows, whole, trained), "bold"))
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    reward = f", mean reward {fmean(rewards):.4g}" if rewards and is_judged(rows) else ""
+    num_useful = sum(why_unlearned(group, trained) is None for group in whole)
+    summary = (
+        f"step {step}: {counted(len(whole), 'prompts')}, {counted(len(rows), 'answers')}{reward}, something to learn "
+        f"from in {num_useful}"
+    )
+    terminal.print(Text(summary, "bold"))
     for group in chosen[: config.groups]:
-        for part in _group(group, trained):
+        for part in _group(group, recorded.asked(group[0]), trained):
             terminal.print(part)
     left = len(chosen) - config.groups
     if left > 0:
@@ -85,28 +74,24 @@ def run(config: Rollouts) -> int:
     return 0
 
 
-def _summary(
-    step: int, rows: Sequence[Row], groups: Sequence[Sequence[Row]], trained: set[str] | None
-) -> str:
-    rewards = [row["reward"] for row in rows if row["reward"] is not None]
-    reward = f", mean reward {fmean(rewards):.4g}" if rewards and is_judged(rows) else ""
-    num_useful = sum(why_unlearned(group, trained) is None for group in groups)
-    return (
-        f"step {step}: {counted(len(groups), 'prompts')}, {counted(len(rows), 'answers')}{reward}, "
-        f"something to learn from in {num_useful}"
-    )
-
-
-def _group(group: Sequence[Row], trained: set[str] | None) -> Iterator[Text | Table]:
+def _group(
+    group: Sequence[Row], asked: Sequence[str], trained: set[str] | None
+) -> Iterator[Text | Table]:
+    """Print a group. ``asked``: the pieces of the prompt."""
     first, nothing = group[0], why_unlearned(group, trained)
     expected = (
         f"  expected: {one_line(' | '.join(first['references']))}" if first["references"] else ""
     )
-    yield Text(f"\n{first['prompt_id']}{expected}", "bold cyan")
-    yield Text(one_line(prompt_text(first))[-PROMPT_SHOWN:], "dim")
+    size = counted(len(asked), "tokens")
+    yield Text(f"\n{first['prompt_id']}, a prompt of {size}{expected}", "bold cyan")
+    text = one_line("".join(asked))
+    if len(text) > MAX_PROMPT_CHARS:
+        text = f"{text[: MAX_PROMPT_CHARS // 3]} [...] {text[-MAX_PROMPT_CHARS * 2 // 3 :]}"
+    yield Text(text, "dim")
     if nothing is not None:
         replaced = "" if first["is_kept"] else "; left out for other prompts"
         yield Text(f"nothing is learned from it: {nothing}{replaced}", "yellow")
+    # a row of the table for each answer
     names = list(dict.fromkeys(part["name"] for row in group for part in row["rewards"]))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("", "reward", *(names if len(names) > 1 else ()), "advantage", "tokens", "end"):
@@ -118,7 +103,7 @@ def _group(group: Sequence[Row], trained: set[str] | None) -> Iterator[Text | Ta
         advantages = row["advantage_N"]
         numbers = [row["reward"], *columns, fmean(advantages) if advantages else None]
         reasons = [
-            f"{part['name']}: {one_line(why)[:REASON_SHOWN]}"
+            f"{part['name']}: {one_line(why)[:MAX_REASON_CHARS]}"
             for part in row["rewards"]
             if (why := part["error"] or part["reason"] or part["reply"])
         ]

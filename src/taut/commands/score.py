@@ -23,29 +23,28 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from taut.commands.reading import (
-    RowSettings,
     columns_of,
-    incident_list,
     print_decisions,
     report_left_out,
     require_free,
     source_of,
     write_errors,
 )
-from taut.config import Decision, configclass, home_path
-from taut.data.render import Incident, faults_of_pictures
-from taut.data.schema import (
+from taut.commands.settings import Score
+from taut.config import Decision, home_path
+from taut.data.read.sources import open_source
+from taut.data.render.render import Incident, faults_of_pictures
+from taut.data.rows.schema import (
     ANSWER_LISTS,
     GRADES,
     REQUIRED,
     Answers,
     AnyRow,
     Columns,
-    Kind,
     Stepwise,
     read_any,
 )
-from taut.data.sources import Source, open_source
+from taut.data.settings import Kind
 from taut.errors import DataError, ModelError, PictureError
 from taut.evals.statistics import (
     Calibration,
@@ -55,7 +54,7 @@ from taut.evals.statistics import (
     wilson_interval,
     wins,
 )
-from taut.inference.reward_model import Judge, JudgeUse, open_judge
+from taut.inference.reward_model import Judge, open_judge
 from taut.io import files
 from taut.io.console import counted
 from taut.io.notebook import html_table
@@ -64,27 +63,9 @@ from taut.types import FloatArray, Sample
 
 PAIR = ("chosen", "rejected")
 CHUNK_ROWS = 2048
-"""Rows that are packed together: their shared prefixes are computed once."""
+"""Rows packed together: their shared prefixes are computed once."""
 DECIMALS = 7
 """Decimals of a score in the file."""
-
-
-@configclass
-class Score(RowSettings, JudgeUse):
-    """A reward model's scores of a file of answers."""
-
-    data: str | Source
-    """A .jsonl, .json, .csv, .tsv or .parquet file, or a Hugging Face data set: rows with one answer or several."""
-    out: str | None = None
-    """The JSONL file to write; it must not exist, unless overwrite. None: only print the summary."""
-    kind: Literal["auto", "answer", "preference", "stepwise"] = "auto"
-    """Content of the rows: one answer, several to one prompt, or one in steps; auto recognises it by the first row."""
-    step_separator: str = "\n"
-    """Text between the steps of an answer."""
-    overwrite: bool = False
-    """Replace an existing file."""
-    json: bool = False
-    """Print only the summary, as JSON."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +109,9 @@ class Scored:
     deviation: float
     """Standard deviation of all scores."""
     num_judged: int
-    """Pairs, or labelled steps."""
+    """Pairs, or labeled steps."""
     accuracy: float | None
-    """Share of them that the model gets right; None where none are judged."""
+    """Share of these that the model gets right; None if there are none."""
     calibration: Calibration | None
 
     @property
@@ -173,16 +154,17 @@ def run(config: Score) -> int:
 
 
 def score(config: Score, console: Terminal | None = None) -> Scored:
-    """Score every row and write ``config.out``. ``console``: for decisions and progress."""
+    """Score every row and write ``config.out``. ``console``: receives decisions and progress."""
     out = None if config.out is None else home_path(config.out)
     source = source_of(config.data)
     if out is not None:
         do = "name another, or set overwrite=true"
         require_free(out, source, "answers", may_exist=config.overwrite, do=do)
     opened = open_source(source)
-    records = islice(opened.records(), config.limit)
+    records = islice(opened.read_records(), config.limit)
     judge = open_judge(config)
     print_decisions(console, judge.decisions)
+    # score chunk by chunk; the file takes its place at the end
     reader, began = _Reader(config, judge), time.perf_counter()
     rows: list[RowScores] = []
     with ExitStack() as stack:
@@ -203,20 +185,18 @@ def score(config: Score, console: Terminal | None = None) -> Scored:
         if not rows:
             raise DataError(f"{opened.path}: no rows; expected at least one; check the path")
     seconds = time.perf_counter() - began
+    # the summary: accuracy and calibration on pairs, or on labeled steps
     all_scores = np.array([score for row in rows for score in row.scores])
     gaps = np.array([gap for row in rows for gap in row.gaps])
-    steps = [
-        (s, y) for row in rows if row.labels for s, y in zip(row.scores, row.labels, strict=True)
-    ]
+    labeled = [row for row in rows if row.labels]
     right, calibration = np.empty(0), None
     if gaps.size:
         right, calibration = wins(gaps), calibrate_pairs(gaps)
-    elif steps:
-        scores, labels = np.array(steps).T
-        right, calibration = (
-            wins(np.sign(labels - 0.5) * scores),
-            calibrate(sigmoid(scores), labels),
-        )
+    elif labeled:
+        scores = np.array([score for row in labeled for score in row.scores])
+        labels = np.array([label for row in labeled for label in row.labels])
+        right = wins(np.sign(labels - 0.5) * scores)
+        calibration = calibrate(sigmoid(scores), labels)
     return Scored(
         rows=tuple(rows),
         out=out,
@@ -243,13 +223,14 @@ class _Reader:
     def __init__(self, config: Score, judge: Judge) -> None:
         self.config, self.judge = config, judge
         self.kind: Kind | None = None
-        """The kind of the rows (data/schema.py), from the first one."""
+        """The kind of the rows (data/rows/schema.py), from the first one."""
         self.columns = Columns(prefix="")
-        self.left_out = incident_list(config.images)
-        """Rows whose pictures cannot be read."""
+        self.left_out: list[Incident] | None = [] if config.images.bad == "drop" else None
+        """Rows whose pictures cannot be read, where they are left out."""
 
     def score(self, records: Iterator[tuple[Any, str]]) -> list[RowScores]:
-        """The scores of rows that are packed together."""
+        """Score rows that are packed together."""
+        # rows whose pictures cannot be read are left out, or end it
         attempts = [self._read(record, place) for record, place in records]
         read = [row for row in attempts if row is not None]
         if self.left_out is not None:
@@ -266,10 +247,18 @@ class _Reader:
         ]
 
     def _read(self, record: Any, place: str) -> _Read | None:
-        """A row; None: it is left out because a picture cannot be read."""
+        """Read a row; None if it is left out because a picture cannot be read."""
         names = self._names(record)
-        if self.kind is None:
-            self.kind = self._kind_of(names, place)
+        if self.kind is None:  # the first row decides
+            kind = self.config.kind
+            if kind == "auto":
+                kind = self._recognize_kind(names)
+            if kind == "stepwise" and not self.judge.is_process:
+                raise ModelError(
+                    f"{place}: the row is an answer in steps, and model={self.config.model} scores whole answers; "
+                    "expected a process reward model; name one, or give rows with one answer"
+                )
+            self.kind = "sft" if kind == "answer" else kind
             self.columns = columns_of(
                 self.config,
                 self.config.images,
@@ -278,7 +267,7 @@ class _Reader:
                 step_separator=self.config.step_separator,
             )
         try:
-            row = read_any(self._with_judgement(record, names), place, self.columns)
+            row = read_any(self._with_judgment(record, names), place, self.columns)
         except PictureError as error:
             self._leave_out(place, error)
             return None
@@ -299,30 +288,19 @@ class _Reader:
         mapped = {name for name, key in mapping.items() if key in filled}
         return filled - {*mapping.values()} | mapped
 
-    def _kind_of(self, names: set[str], place: str) -> Kind:
-        kind = self.config.kind
-        if kind == "auto":
-            kind = self._recognise_kind(names)
-        if kind == "stepwise" and not self.judge.is_process:
-            raise ModelError(
-                f"{place}: the row is an answer in steps, and model={self.config.model} gives one number for a whole "
-                "answer; expected a process reward model; name one, or give rows with one answer"
-            )
-        return "sft" if kind == "answer" else kind
-
-    def _recognise_kind(self, names: set[str]) -> Literal["answer", "preference", "stepwise"]:
+    def _recognize_kind(self, names: set[str]) -> Literal["answer", "preference", "stepwise"]:
         if names >= {*PAIR}:
             return "preference"
         is_graded = bool(names & {*GRADES})
-        is_labelled = "labels" in names or self.judge.is_process
-        if "completions" in names and not is_graded and is_labelled:
+        is_labeled = "labels" in names or self.judge.is_process
+        if "completions" in names and not is_graded and is_labeled:
             return "stepwise"
         has_answer = any(names >= {*required} for required in REQUIRED.values())
         is_list = bool(names & {*ANSWER_LISTS}) and (is_graded or not has_answer)
         return "preference" if is_list else "answer"
 
-    def _with_judgement(self, record: Any, names: set[str]) -> Any:
-        """The record, with a label or grade of 0 for each answer where there are none; these are ignored later."""
+    def _with_judgment(self, record: Any, names: set[str]) -> Any:
+        """Add a label or grade of 0 for each answer to a record without any; they are ignored later."""
         for lists, missing, wanted in (
             (ANSWER_LISTS, GRADES, "preference"),
             (("completions",), ("labels",), "stepwise"),
@@ -345,6 +323,7 @@ def _row_scores(
         return RowScores(name, (), scores, sizes, labels=row.labels if "labels" in names else ())
     if not isinstance(row, Answers):
         return RowScores(name, ("score",), scores, sizes)
+    # each ordered pair, better before worse
     grades = row.values["preference"]
     gaps = tuple(
         scores[better] - scores[worse]

@@ -2,11 +2,11 @@
 
 Prints the resolved configuration (set keys first, then defaults), the automatic decisions with reasons, the data report
 with all dropped and cut rows, the savings of packing and shared prefixes in the first steps, and the first samples with
-marked targets. Targets are in brackets and in green, so that pipes and colour-blind readers see them; special tokens
+marked targets. Targets are in brackets and in green, so that pipes and color-blind readers see them; special tokens
 are written out, and a target that ends a turn has its own mark.
 
-The steps are those of the run: same order, budget and policy, on a skeleton of the model. No weights are loaded,
-nothing is computed and nothing is written (tokenised data goes to the cache).
+The steps have the order, budget and policy of the run, on a skeleton of the model. No weights are loaded, nothing is
+computed and nothing is written (tokenized data goes to the cache).
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.config import describe, to_dict, written
 from taut.data.batching import StepPlan, lay_out, step_plan
 from taut.data.dataset import Dataset
-from taut.data.json_io import shown
 from taut.data.packing import PackPolicy
-from taut.data.prompts import PromptSet
-from taut.data.render import Incident
+from taut.data.read.json_io import shown
+from taut.data.render.render import Incident
+from taut.data.rows.prompts import PromptSet
 from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
+from taut.methods.online import OnlineMethod
 from taut.models.self_test import one_sample_reasons
 from taut.plan.models import skeleton
 from taut.run.inputs import load_inputs
-from taut.run.setup import build_budget, build_policy, choose, use_products
+from taut.run.setup import build_budget, build_policy, choose, use_cpu_matmul
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import Sample
@@ -51,23 +52,24 @@ NUM_STEPS = 5
 NUM_INCIDENTS = 10
 """Dropped or cut rows to list."""
 NUM_BEFORE = 8
-"""Tokens decoded before a segment, so that its text is the same as in context."""
+"""Number of tokens decoded before a segment, so that its text is the same as in context."""
 LONGEST_CONTEXT = 600
 LONGEST_TARGET = 2_000
-"""Characters of a segment above which its middle is omitted."""
+"""Maximum characters of a segment shown whole; the middle of a longer one is omitted."""
 
 
 def show(run: RunConfig, console: Console | None = None) -> None:
     """Print the decisions of ``run``, its first samples with the learned tokens marked, and its first steps."""
     ranks = distributed.start(run.device, run.parallel)
     inputs = load_inputs(run, ranks)
-    use_products(run, ranks)
+    use_cpu_matmul(run, ranks)
     if ranks.is_writer:
         _print(run, inputs, ranks, console or Terminal())
     distributed.stop(ranks)
 
 
 def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> None:
+    # how the run would lay out its samples, on a skeleton of the model
     model = skeleton(run, inputs.config)
     reasons = one_sample_reasons(model, inputs.longest)
     one_sample = "; ".join(reasons) or None
@@ -88,11 +90,13 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
         for number, line in enumerate(_report(data) if data is not None else ()):
             reports.add_row(Text("" if number else split, "bold"), line)
     _section(console, "data", reports)
+    # of a run that generates: rollouts and prompts, and nothing more
     rollouts = run.describe_rollouts(num_steps)
-    if rollouts is not None and isinstance(inputs.train, PromptSet):
+    if rollouts is not None and isinstance(run, OnlineMethod):
         _section(console, "plan", Text(rollouts))
-        _section(console, "prompts", *_prompts(inputs.train, inputs.tokenizer))
+        _section(console, "prompts", *_prompts(run, inputs))
         return
+    # the first steps
     plans = []
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
         if step > 1 and not method.is_known(step):  # of a stream
@@ -100,6 +104,7 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
         trees = method.prepare(step)
         plans.append(step_plan(step, trees, lay_out(trees, budget, policy)))
     _section(console, "plan", *_plan(plans, num_steps, ranks.num_shares, policy))
+    # the first samples
     marks = marks_for(console)
     legend = Text.assemble(
         (f"{marks.left}a target, to be learned{marks.right}", "green"),
@@ -131,14 +136,19 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
         console.print(_indented(view_of(shown_sample, inputs.tokenizer, ends, marks)))
 
 
-def _prompts(data: PromptSet, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
-    """The first prompts with their reference answers."""
-    marks = Marks("", "", "", "\n")
-    for sample, row in zip(data[:NUM_SAMPLES], data.prompt_rows, strict=False):
+def _prompts(run: OnlineMethod, inputs: Inputs) -> Iterator[Text]:
+    """The first prompts, as the policy gets them, with their reference answers."""
+    marks, nowhere = Marks("", "", "", "\n"), np.empty(0, dtype=np.int64)
+    assert isinstance(inputs.train, PromptSet)
+    rows = inputs.train.prompt_rows[:NUM_SAMPLES]
+    for row, prompt in zip(rows, run.first_prompts(inputs, rows), strict=True):
         answers = ", ".join(shown(text) for text in row.references) or "no right answer"
-        yield Text(f"\n{row.id}: {counted(sample.num_tokens, 'tokens')}; {answers}", "bold")
-        prompt_only = replace(sample, target_at_N=np.empty(0, dtype=np.int64), weight_N=np.empty(0))
-        yield view_of(prompt_only, tokenizer, frozenset(), marks)
+        if isinstance(prompt, str):
+            yield Text(f"\n{row.id}: not known, {prompt}; {answers}", "bold yellow")
+            continue
+        yield Text(f"\n{row.id}: {counted(prompt.ids_T.size, 'tokens')}; {answers}", "bold")
+        sample = Sample(row.id, prompt.ids_T, nowhere, np.empty(0), prompt.media)
+        yield view_of(sample, inputs.tokenizer, frozenset(), marks)
 
 
 def _section(console: Console, title: str, *parts: Any) -> None:
@@ -160,20 +170,16 @@ def _configuration(run: RunConfig) -> Iterator[Table]:
         value = written(reduce(getitem, row.key.split("."), tree))
         if value == row.default:
             table, _, name = row.key.rpartition(".")
-            defaults.setdefault(table or "run", []).append(
-                f"{name}={value.replace(' ', chr(0xA0))}"
-            )
+            pair = f"{name}={value.replace(' ', chr(0xA0))}"  # which no line breaks in two
+            defaults.setdefault(table or "run", []).append(pair)
         else:
             was = "" if row.default == "required" else f"default {row.default}"
             set_keys.add_row(Text(row.key, "bold"), Text(value, "yellow"), Text(was, "dim"))
     for table, pairs in defaults.items():
         defaults_by_table.add_row(Text(table, "dim"), Text("  ".join(pairs), "dim"))
     yield set_keys
-    defaults_by_table.title, defaults_by_table.title_justify, defaults_by_table.title_style = (
-        "\ndefault values",
-        "left",
-        "dim italic",
-    )
+    defaults_by_table.title, defaults_by_table.title_style = "\ndefault values", "dim italic"
+    defaults_by_table.title_justify = "left"
     yield defaults_by_table
 
 
@@ -253,20 +259,20 @@ def marks_for(console: Console) -> Marks:
 
 
 def _read(sample: Sample) -> Sample:
-    """The sample with the tokens at which a scalar head is read as its targets."""
+    """Copy the sample with the tokens at which a scalar head is read as its targets."""
     last = np.array([sample.num_tokens - 1])
     at = last if sample.read_at_R is None else sample.read_at_R
     return replace(sample, target_at_N=at, weight_N=np.ones(at.size), streams={})
 
 
 class _Kind(NamedTuple):
-    """How a token is displayed."""
+    """Display of a token."""
 
     is_target: bool
     is_special: bool
     is_end: bool
     picture: int
-    """Index of the sample's picture that the token is part of; -1: none."""
+    """Index of the sample's picture that the token is part of; -1 if none."""
 
     @property
     def style(self) -> str:
@@ -281,6 +287,7 @@ def view_of(
     sample: Sample, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int], marks: Marks
 ) -> Text:
     """A sample's text with targets in brackets and green, and pictures by name."""
+    # what each token is
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     targets = frozenset(sample.target_at_N.tolist())
     ids = sample.ids_T.tolist()
@@ -297,6 +304,7 @@ def view_of(
         is_end = is_target and ids[at] in ends
         return _Kind(is_target, ids[at] in special, is_end, -1)
 
+    # runs of tokens of one kind, with marks where targets begin and end
     view, was_target = Text(), False
     for segment, run in groupby(range(len(ids)), kind):
         places = list(run)

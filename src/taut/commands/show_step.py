@@ -1,20 +1,19 @@
 """``taut show --step N RUN``: the samples of a step that was trained, with the losses that the run recorded.
 
 Every sample of the step with the mean -logprob of its targets, the highest first; of those whose tokens were recorded
-(``log.tokens``) the text, coloured by each target's -logprob, and its least expected targets by name.
+(``log.tokens``) the text, colored by each target's -logprob, and its least expected targets by name.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
 
-from pydantic import Field
 from rich.table import Table
 from rich.text import Text
 
-from taut.config import configclass, user_path
+from taut.commands.settings import ShowStep
+from taut.config import user_path
 from taut.errors import OutputError
 from taut.io.console import counted, one_line
 from taut.io.terminal import Terminal
@@ -22,24 +21,12 @@ from taut.run.recorded import Recorded, Row
 from taut.train.log.events import Event
 
 SHADES = ((5.0, "bold red"), (2.0, "yellow"), (0.5, "green"), (0.0, "dim green"))
-"""From how many nats on a target has which colour."""
+"""Color of a target by the least -logprob, in nats, that has it."""
 CONTEXT = "dim"
 LONGEST = 600
-"""Characters of text that is no target, above which its middle is left out."""
+"""Maximum characters of text between targets shown whole; the middle of a longer one is left out."""
 LEAST = 5
-"""Least expected targets that are named."""
-
-
-@configclass
-class ShowStep:
-    """Print the samples of a step."""
-
-    out: str
-    """Directory of the run."""
-    step: Annotated[int, Field(ge=1)]
-    """The step."""
-    samples: Annotated[int, Field(ge=0)] = 4
-    """Samples whose tokens are printed, of those that were recorded."""
+"""Number of least expected targets to name."""
 
 
 def run(config: ShowStep) -> int:
@@ -54,6 +41,7 @@ def run(config: ShowStep) -> int:
     terminal = Terminal()
     terminal.print(Text(_headline(event), "bold"))
     terminal.print(_samples(event))
+    # tokens, of the samples that were recorded
     rows = recorded.tokens(config.step)
     if not rows:
         near = sorted(recorded.token_steps, key=lambda step: abs(step - config.step))[:5]
@@ -93,31 +81,33 @@ def _samples(event: Event) -> Table:
 
 
 def _tokens(row: Row, recorded: Recorded) -> Iterator[Text]:
-    shared = (
-        f", {row['num_shared']:,} tokens shared with {', '.join(row['shared_with'])}"
-        if row["num_shared"]
-        else ""
-    )
+    shared = ""
+    if row["num_shared"]:
+        shared = f", {row['num_shared']:,} tokens shared with {', '.join(row['shared_with'])}"
     yield Text(
         f"\n{one_line(row['sample_id'])}: {counted(len(row['ids_T']), 'tokens')}{shared} ({row['why']})",
         "bold",
     )
+    # the text, and its least expected targets
     pieces = recorded.pieces(row["ids_T"])
     nll = {at: -logp for at, logp in zip(row["target_at_N"], row["logp_N"] or [], strict=False)}
-    yield _coloured(pieces, nll)
+    yield _colored(pieces, nll)
     least = sorted(nll, key=lambda at: -nll[at])[:LEAST]
     named = ", ".join(f"{one_line(pieces[at])!r} {nll[at]:.2f}" for at in least)
     if named:
         yield Text(f"least expected: {named}", "dim")
+    # what else was recorded of it
     of_targets = [*row["streams"], ("entropy_N", row["entropy_N"]), ("scalar_R", row["scalar_R"])]
     for name, numbers in of_targets:
+        found = [number for number in numbers or () if number is not None]
+        ends = [f"{end:.4g}" for end in (min(found), max(found))] if found else ["none"]
         if numbers:
-            yield Text(f"{name}: {_range(numbers)}", "dim")
+            yield Text(f"{name}: {' to '.join(dict.fromkeys(ends))}", "dim")
     for name, number in row["values"]:
         yield Text(f"{name}: {number:.4g}", "dim")
 
 
-def _coloured(pieces: Sequence[str], nll: dict[int, float]) -> Text:
+def _colored(pieces: Sequence[str], nll: dict[int, float]) -> Text:
     """The text; targets by their -logprob, and long context without its middle."""
     view, context = Text(), ""
     for at, piece in enumerate([*pieces, ""]):
@@ -136,11 +126,3 @@ def _coloured(pieces: Sequence[str], nll: dict[int, float]) -> Text:
             context += piece
     view.rstrip()
     return view
-
-
-def _range(numbers: Sequence[Any] | None) -> str:
-    found = [number for number in numbers or () if number is not None]
-    if not found:
-        return "none"
-    low, high = min(found), max(found)
-    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"

@@ -1,76 +1,48 @@
 """``taut teach MODEL data.train=FILE out=FILE``: a teacher's top logprobs of a data set, for ``taut distill``.
 
-For every target the most likely tokens and their logprobs, as JSON lines (data/top_logprobs.py): a teacher that does
-not fit into memory next to its student runs once, and one that runs one sample at a time can teach too.
+Writes the most likely tokens at every target with their logprobs, as JSON lines (data/store/top_logprobs.py), so that a
+teacher that does not fit into memory next to its student runs once, and a teacher that runs one sample at a time can
+teach too.
 
-The samples are those of the later training run: rendered by the student's tokenizer and template, with the same
-settings under ``data``. Held-out data take a second call, with the held-out file as ``data.train``. Refused: an ``out``
-that exists, and a teacher whose tokenizer differs. The file appears complete or not at all.
+Samples are rendered as in the later training run: by the student's tokenizer and template, with the same settings under
+``data``. Held-out data take a second call, with the held-out file as ``data.train``. Refuses an ``out`` that exists,
+and a teacher whose tokenizer differs. The file appears complete or not at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 from rich.progress import track
 
 from taut.commands.reading import print_decisions, write_errors
-from taut.config import ComputeDtype, Decision, configclass, user_path
-from taut.data.dataset import DataConfig, Dataset, load_dataset
+from taut.commands.settings import Teach
+from taut.config import Decision, user_path
+from taut.data.dataset import Dataset, load_dataset
 from taut.data.packing import ALONE, PackPolicy, pack
-from taut.data.top_logprobs import Top, line_of
+from taut.data.store.top_logprobs import Top, line_of
 from taut.errors import ConfigError, OutputError
-from taut.inference.open import one_device
+from taut.inference.factory import one_device
 from taut.io import files
 from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig
 from taut.methods.teacher import require_context
-from taut.models import products
 from taut.models.architecture import head, run_backbone
 from taut.models.attention_backends import select
+from taut.models.cpu import cpu_matmul
 from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
-from taut.models.products import ProductsSetting
 from taut.models.self_test import one_sample_reasons
 from taut.models.teacher import likeliest
 from taut.models.tokens import require_same_tokenizer
 from taut.run.inputs import load_language, load_stops
 from taut.train.distributed import thread_decisions
 from taut.vision.image_store import require_same_processor
-
-
-@configclass
-class Teach:
-    """A teacher's top logprobs of a data set."""
-
-    model: str
-    """Directory (or hub name) of the teacher."""
-    data: DataConfig
-    out: str
-    """The JSONL file to write; it must not exist."""
-    student: str | None = None
-    """The student model, whose tokenizer and template render the samples. By default the teacher's own."""
-    top: Annotated[int, Field(ge=1)] = 32
-    """Number of tokens listed per target."""
-    tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
-    """Largest number of tokens computed at a time; a longer sample is computed alone."""
-    dtype: ComputeDtype | None = None
-    """Compute dtype; by default bfloat16 where the hardware has it, else float32."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    attention: str = "auto"
-    """auto, reference, varlen or flex; a backend set by name that is not available is an error."""
-    products: ProductsSetting = "auto"
-    """Library of float32 matrix products on a CPU: auto (for each kind of product the faster one, measured), mkl or
-    onednn."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
 
 
 class Taught(NamedTuple):
@@ -98,18 +70,24 @@ def run(config: Teach) -> int:
 
 
 def teach(config: Teach) -> Taught:
-    """Write the teacher's top logprobs to ``config.out``. Raises TautError before the first forward if it cannot."""
+    """Write the teacher's top logprobs to ``config.out``. Raises TautError before the first forward if this is
+    impossible.
+    """
     out = user_path(config.out, "out")
+    fault = ""
     if out.exists():
-        raise OutputError(f"out={out} exists; expected a new file; name another, or remove it")
-    if not out.parent.is_dir():
-        raise OutputError(f"out={out}: there is no directory {out.parent}; expected one; make it")
+        fault = " exists; expected a new file; name another, or remove it"
+    elif not out.parent.is_dir():
+        fault = f": there is no directory {out.parent}; expected one; make it"
+    if fault:
+        raise OutputError(f"out={out}{fault}")
     if config.data.eval:
         raise ConfigError(
-            "data.eval is set, and a file is made of data.train only; expected one at a time; take it out, and give "
-            "the held-out file as data.train in a second call"
+            "data.eval is set, and a file is made of data.train only; take it out, and give the held-out file as "
+            "data.train in a second call"
         )
     device = one_device(config.device)
+    # samples as the student will render them
     learner = RunConfig(
         model=config.student or config.model,
         data=config.data,
@@ -121,9 +99,8 @@ def teach(config: Teach) -> Taught:
     )
     num_ids = 1 + max(vocabulary.values())
     if config.top > num_ids:
-        raise ConfigError(
-            f"top={config.top}; expected at most the tokenizer's {num_ids:,} ids; lower it"
-        )
+        too_many = f"top={config.top}; expected at most the tokenizer's {num_ids:,} ids; lower it"
+        raise ConfigError(too_many)
     stops = load_stops(learner, language)
     data = load_dataset(
         config.data,
@@ -131,6 +108,7 @@ def teach(config: Teach) -> Taught:
         language.renderer.stopping_at(stops.ids),
         learner.longest_sample(language.config),
     )
+    # the teacher takes the same pictures, and is long enough
     image_store, trust = language.renderer.image_store, config.trust_remote_code
     settings = load_config(config.model, trust)
     if image_store is not None and data.report.num_pictures:
@@ -139,10 +117,11 @@ def teach(config: Teach) -> Taught:
         )
     longest = data.lengths.longest
     require_context(f"model={config.model}", context_length(settings), longest)
+    # the teacher
     chosen = resolve_dtype(config.dtype, device)
     dtype = chosen.dtype
     attention = select(config.attention, device, dtype, settings)
-    products.use(products.select(config.products, device, dtype))
+    cpu_matmul.use(cpu_matmul.select(config.cpu_matmul, device, dtype))
     model = load_model(
         config.model,
         dtype=dtype,
@@ -152,12 +131,13 @@ def teach(config: Teach) -> Taught:
         is_narrow=True,
     )
     model.train(False)
+    # how samples are packed
     alone = one_sample_reasons(model, longest)
     decisions = [
         Decision("dtype", str(dtype).removeprefix("torch."), chosen.reason),
         Decision("attention", attention.name, attention.reason),
         *thread_decisions(device),
-        *products.active().decisions,
+        *cpu_matmul.active().decisions,
         *(Decision("packing", "one sample at a time", reason) for reason in alone),
     ]
     policy = ALONE if alone else PackPolicy()
@@ -166,6 +146,7 @@ def teach(config: Teach) -> Taught:
     groups_shown = track(
         groups, "teaching", console=console, transient=True, disable=not console.is_terminal
     )
+    # one forward per group; a line per sample
     sums = np.zeros(2)
     with write_errors(out, "; nothing is kept"), files.writing(out) as file:
         for group in groups_shown:

@@ -1,22 +1,22 @@
-"""``taut verify MODEL``: whether the model, or the server that serves it, still behaves as its contract says.
+"""``taut verify MODEL``: compare the behavior of a model, or of the server that serves it, with its contract.
 
-    files          dtype, template, tokenizer, image processor, stop set, pad and generation_config as they were written
+    files          dtype, template, tokenizer, image processor, stop set, pad and generation_config are unchanged
     prompts        the golden prompts, rendered again, give the same ids
     server prompts the server renders the same messages to the same ids (engine=server)
     continuations  the greedy continuation of each golden prompt has the same ids
-    logprobs       of those ids, within a tolerance
+    logprobs       the logprobs of these ids agree within a tolerance
     stops          continuations that ended with a stop token end there
 
-One line per question; exit code 1 where one failed, 2 for a directory without a contract. Continuations start from the
-golden prompts' ids, so a changed template fails its own question only. A token that differs where the margin over the
-runner-up was within the tolerance is a near-tie: it is reported, is no failure, and the tokens after it are not
-compared. The local engine computes in float32 by default, as for the golden prompts.
+Prints one line per question; exit code 1 if one failed, 2 for a directory without a contract. Continuations start from
+the golden prompts' ids, so a changed template fails its own question only. A token that differs although the margin
+over the runner-up was within the tolerance is a near-tie: it is reported, is no failure, and the tokens after it are
+not compared. The local engine computes in float32 by default, as for the golden prompts.
 
-A model that another tool has quantised (bitsandbytes, compressed-tensors, or a GGUF file) has no contract of its own:
-``contract=DIR`` names the model it was made from. Its weights are read as the numbers they stand for, and each golden
-answer is scored as it stands, since rounding leads greedy answers apart: the mean difference of the logprobs, the
-answer's tokens that are still the likeliest, and the ends among them, within limits for the number of bits. Of a GGUF
-file the keys that llama.cpp goes by are compared too (taut/models/gguf.py).
+A model that another tool has quantized (bitsandbytes, compressed-tensors, or a GGUF file) has no contract of its own:
+``contract=DIR`` names the original model. Its weights are dequantized, and each golden answer is scored unchanged,
+because rounding makes greedy answers diverge. Compared are the mean difference of the logprobs, the share of the
+answer's tokens that are still the likeliest, and the ends among them, within limits for the number of bits; in a GGUF
+file also the keys that llama.cpp reads (taut_tools/export/verify.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Annotated, Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field
 
-from taut import extras
-from taut.config import changed, configclass, home_path, replace
-from taut.data.render import Renderer
+from taut.commands.settings import Verify
+from taut.config import home_path, replace
+from taut.data.render.render import Renderer
 from taut.errors import ConfigError
 from taut.evals.contract import (
     Contract,
@@ -43,39 +43,35 @@ from taut.evals.contract import (
     prompts_of,
     read_contract,
     rendered,
+    rewrite_stops,
     template_digest,
 )
-from taut.evals.reload import Room, load_anew
+from taut.inference.factory import OpenEngine, Rendering, open_engine, open_renderer
 from taut.inference.local import LocalEngine
-from taut.inference.open import (
-    ModelUse,
-    Opened,
-    Rendering,
-    one_device,
-    open_engine,
-    open_renderer,
-)
 from taut.inference.vllm import ServerEngine
+from taut.io import plugins
 from taut.io.console import counted
 from taut.io.terminal import Terminal
-from taut.models import architecture
-from taut.models.quantised import bits_of, format_of
+from taut.models.quantized.quantized_layers import bits_of, format_of
 from taut.models.scorer import Scorer
 from taut.types import Completion
 
+FILES = "taut.verify"
+"""Entry points: functions that open a model in one file, by the suffix of its name."""
 SERVER_TOLERANCE = 0.3
 """Tolerance for a server, most of which compute in bfloat16 (vLLM in bfloat16: 0.12; in float32: below 1e-3)."""
 TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}
-"""Largest difference of a logprob (nats) that counts as rounding, by the local engine's dtype; goldens are float32."""
+"""Maximum difference of a logprob (nats) that counts as rounding, by the local engine's dtype; golden answers are
+float32."""
 
 
 class Limits(NamedTuple):
-    """How far rounding weights may move a model's golden answers."""
+    """Limits on the change of a model's golden answers by rounded weights."""
 
     difference: float
     """Mean difference of a logprob, in nats."""
     share: float
-    """Share of the tokens that stay the likeliest; of the ends, which are few, half of it."""
+    """Minimum share of tokens that stay the likeliest; for ends, which are few, half of it."""
 
 
 LIMITS = {
@@ -84,30 +80,12 @@ LIMITS = {
     5: Limits(0.6, 0.7),
     4: Limits(1.5, 0.5),
 }
-"""By bits of a weight, at least: two to three times what SmolLM2-135M loses (docs/contract.md), a small model."""
+"""Limits by the minimum bits of a weight: two to three times the loss of SmolLM2-135M, a small model
+(docs/contract.md)."""
 AROUND = 4
-"""Tokens shown before a difference."""
+"""Number of tokens shown before a difference."""
 
 Outcome = Literal["passed", "failed", "skipped"]
-
-
-@configclass
-class Verify(ModelUse):
-    """Whether a model behaves as its contract says."""
-
-    tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest difference of a logprob, in nats, that counts as rounding; of a quantised model their mean. Default: see
-    docs/contract.md."""
-    contract: str | None = None
-    """Directory of the model that a quantised one was made from, whose contract is asked."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.urls, list) and len(self.urls) != 1:
-            raise ConfigError(
-                f"urls names {len(self.urls)} servers, and each answers for itself; expected one; verify them one "
-                "after another"
-            )
 
 
 class Finding(NamedTuple):
@@ -152,13 +130,20 @@ def run(config: Verify) -> int:
 
 
 def verify(config: Verify) -> list[Finding]:
-    """Every question and its answer. Raises ModelError where there is no contract."""
-    if config.model.endswith(".gguf"):
-        return verify_gguf(config)
+    """Every question and its answer. Raises ModelError if there is no contract."""
+    suffix = Path(config.model).suffix.removeprefix(".")
+    if suffix in plugins.names(FILES):
+        found: list[Finding] = plugins.load(FILES, suffix)(config)
+        return found
     contract = read_contract(home_path(config.contract or config.model))
     if config.engine == "local" and config.dtype is None:
         config = replace(config, {"dtype": "float32"})
     rendering = open_renderer(config)
+    # mend the stop set, and read it again
+    if config.rewrite_stops:
+        tokenizer = rendering.renderer.tokenizer
+        rewrite_stops(Path(home_path(config.model)), tokenizer, rendering.stops)
+        contract, rendering = read_contract(home_path(config.model)), open_renderer(config)
     prompts = [(golden, rendered(golden.prompt, rendering.renderer)) for golden in contract.goldens]
     findings = [
         *_files(contract, config, rendering),
@@ -167,11 +152,13 @@ def verify(config: Verify) -> list[Finding]:
     if not contract.goldens:
         why = f"the contract has no golden prompts ({contract.note})"
         return [*findings, Finding("continuations", "skipped", why)]
+    # rounded weights: each golden answer is scored instead of drawn again
     if config.engine == "local" and format_of(rendering.config) is not None:
         limits = limits_of(bits_of(rendering.config), config)
         with open_engine(config, rendering) as opened:
             assert isinstance(opened.engine, LocalEngine)
             return findings + rounded(contract, opened.engine.scorer, rendering, limits)
+    # else completions of the engine
     tolerance = config.tolerance
     if tolerance is None:
         is_server = config.engine == "server"
@@ -198,17 +185,22 @@ def _files(contract: Contract, config: Verify, rendering: Rendering) -> Iterator
     yield _same("tokenizer", {"sha256": was.tokenizer}, {"sha256": now.tokenizer})
     if was.processor or now.processor:
         yield _same("processor", {"sha256": was.processor}, {"sha256": now.processor})
-    yield _same(
+    # a changed stop set has a remedy of its own
+    found_stops = _same(
         "stop set",
         {"stop set": quoted(stops), **{f"eos of {file}": ids for file, ids in was.eos.items()}},
         {"stop set": quoted(stops_now), **{f"eos of {file}": ids for file, ids in now.eos.items()}},
     )
+    if stops != stops_now:
+        hint = "; rewrite_stops=true writes the set that the template gives, if the model was taught it"
+        found_stops = found_stops._replace(detail=found_stops.detail + hint)
+    yield found_stops
     yield _same("pad", was.pad, now.pad)
     yield _same("generation_config", was.generation_config, now.generation_config)
 
 
 def _same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Finding:
-    """Whether every entry is unchanged."""
+    """Find whether every entry is unchanged."""
     changed = [
         f"{key} is {now.get(key)}, was {was.get(key)}"
         for key in sorted({*was, *now})
@@ -222,15 +214,12 @@ def _same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Finding:
 def _same_ids(
     name: str, prompts: Sequence[tuple[Golden, list[int]]], renderer: Renderer
 ) -> Finding:
-    """Whether prompts are rendered to the ids of the contract; shows the first that differs."""
+    """Find whether prompts are rendered to the ids of the contract, and show the first that differs."""
     wrong = [(golden, ids) for golden, ids in prompts if ids != golden.prompt.ids]
     if not wrong:
         num_tokens = sum(len(ids) for _, ids in prompts)
-        return Finding(
-            name,
-            "passed",
-            f"{counted(len(prompts), 'prompts')}, {counted(num_tokens, 'ids')}, all as they were",
-        )
+        sizes = f"{counted(len(prompts), 'prompts')}, {counted(num_tokens, 'ids')}"
+        return Finding(name, "passed", f"{sizes}, all as they were")
     golden, ids = wrong[0]
     was = golden.prompt.ids
     at = next((i for i, (a, b) in enumerate(zip(was, ids, strict=False)) if a != b), len(was))
@@ -244,9 +233,10 @@ def _same_ids(
     return Finding(name, "failed", detail)
 
 
-def _answers(contract: Contract, opened: Opened, tolerance: float) -> Iterator[Finding]:
+def _answers(contract: Contract, opened: OpenEngine, tolerance: float) -> Iterator[Finding]:
     """Continuations, logprobs and stops. A server gets no stop token: it must stop by itself."""
     engine, goldens = opened.engine, contract.goldens
+    # a server renders the chats itself
     if isinstance(engine, ServerEngine):
         goldens = [golden for golden in goldens if not golden.prompt.pictures]
         if len(goldens) < len(contract.goldens):
@@ -280,6 +270,7 @@ def _continuations(replays: Sequence[Replay], renderer: Renderer) -> Finding:
         counted += f"; {len(ties)} part at a near-tie (margin {margins} nats)"
     if not wrong:
         return Finding("continuations", "passed", counted)
+    # show the first place where they part
     first = wrong[0]
     at, was, now = first.num_common, first.golden.ids, first.completion.ids_N.tolist()
     quoted = renderer.template.quoted
@@ -313,14 +304,14 @@ def _logps(replays: Sequence[Replay], tolerance: float) -> Finding:
 
 
 def limits_of(bits: int, config: Verify) -> Limits:
-    """Raises ConfigError where there are none for so few bits, and none is set."""
+    """Limits for a number of bits. Raises ConfigError if there are none for so few bits, and none is set."""
     known = [number for number in LIMITS if number <= bits]
     if config.tolerance is not None:
         return Limits(config.tolerance, LIMITS[max(known)].share if known else 0.0)
     if not known:
         raise ConfigError(
-            f"model={config.model} has weights of {bits} bits, for which no limit is known (3 bits moved a small "
-            f"model's logprobs by 3 nats); expected at least {min(LIMITS)} bits, or a limit of yours; set tolerance"
+            f"model={config.model} has weights of {bits} bits, for which no limit is known; expected at least "
+            f"{min(LIMITS)} bits; set tolerance (3 bits moved a small model's logprobs by 3 nats)"
         )
     return LIMITS[max(known)]
 
@@ -328,7 +319,7 @@ def limits_of(bits: int, config: Verify) -> Limits:
 def rounded(
     contract: Contract, scorer: Scorer, rendering: Rendering, limits: Limits
 ) -> list[Finding]:
-    """Continuations, logprobs and stops of a model with rounded weights: each golden answer as it stands."""
+    """Continuations, logprobs and stops of a model with rounded weights, scored on each golden answer unchanged."""
     goldens, stops = contract.goldens, set(rendering.stops.ids)
     gaps: list[float] = []
     num_first = num_ends = num_kept = 0
@@ -336,6 +327,7 @@ def rounded(
         goldens, prompts_of([golden.prompt for golden in goldens], rendering.renderer), strict=True
     ):
         ids = torch.tensor(golden.ids)
+        # one forward over prompt and golden answer
         logp_NV = logps_of(scorer, prompt, ids.numpy()).cpu()
         now = logp_NV.gather(1, ids[:, None])[:, 0].tolist()
         gaps += [
@@ -374,47 +366,9 @@ def rounded(
     ]
 
 
-def verify_gguf(config: Verify) -> list[Finding]:
-    """The questions to a GGUF file, whichever program wrote it."""
-    if config.contract is None:
-        raise ConfigError(
-            f"model={config.model} is a GGUF file, which has no contract; expected the directory of the model it was "
-            "made from; set contract=DIR"
-        )
-    unread = ("engine", "urls", "adapter", "dtype", "attention", "products", "local", "images")
-    for key in changed(config, unread):
-        raise ConfigError(
-            f"{key} would be ignored: a GGUF file is read as numbers and computed with in float32; remove it, or, "
-            "to ask the server that runs the file, name the directory of the model it was made from"
-        )
-    extras.require("gguf", f"model={config.model}")
-    from taut.models import gguf
-
-    contract = read_contract(home_path(config.contract))
-    rendering = open_renderer(replace(config, {"model": config.contract}))
-    gguf.require_convertible(rendering.config)
-    file = gguf.open_gguf(home_path(config.model))
-    tokenizer, stop_ids = rendering.renderer.tokenizer, [stop.id for stop in contract.stops]
-    wanted = gguf.vocabulary(tokenizer, rendering.config, stop_ids, rendering.config.vocab_size)
-    findings = [
-        Finding(
-            name, "failed" if wrong else "passed", "; ".join(wrong) or "as in the contract's model"
-        )
-        for name, wrong in gguf.differences(file, rendering.config, wanted).items()
-    ]
-    limits = limits_of(gguf.bits_of(file), config)
-    device = one_device(config.device)
-    scorer = load_anew(config.contract, Room(device), config.trust_remote_code)
-    kinds = gguf.read_weights(file, architecture.unwrap(scorer.model))
-    findings.insert(0, Finding("dtype", "skipped", f"{kinds}; were {contract.facts.dtype}"))
-    if not contract.goldens:
-        why = f"the contract has no golden prompts ({contract.note})"
-        return [*findings, Finding("continuations", "skipped", why)]
-    return findings + rounded(contract, scorer, rendering, limits)
-
-
 def _stops(replays: Sequence[Replay]) -> Finding:
-    """Whether continuations end, or are cut, where they were before."""
+    """Check whether continuations end, or are cut, at the same places as before."""
+    # only those with the same ids so far
     compared = [replay for replay in replays if not replay.parts]
     wrong = [
         replay

@@ -1,0 +1,15 @@
+"""Rows to samples to micro-batches.
+
+read            records and their places: sources, file formats, rows in memory, streams
+rows            a record as a validated row: schema, messages, prompts, tool calls
+render          a row as token ids and targets, through the chat template; where turns end, the stop set
+store           samples on disk: shards, the cache, pretokenized data, remote shards, a teacher's top logprobs
+
+tokenize        these four for a whole source, in one process or several
+dataset         the samples of a configuration by index
+stream          the samples of rows that arrive while a run trains
+order           the samples of each step; ``large_epoch`` without an array over them
+batching        the micro-batches of a step
+packing         the layout of a micro-batch, common prefixes once
+label_noise     contradictions and flipped labels in preference data
+"""

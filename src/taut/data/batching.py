@@ -1,4 +1,4 @@
-"""How a step's samples become trees, and how those are divided into micro-batches: pure functions of the samples.
+"""Samples of a step to trees, and trees to micro-batches: pure functions of the samples.
 
 ``Rows`` makes the trees of a step by index: one tree a sample, or one a row whose answers are compared. ``assign``
 divides a step's trees among ranks and micro-batches within a token budget, balanced by predicted cost; it does not
@@ -15,59 +15,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from pydantic import Field
 
-from taut.config import changed, configclass
 from taut.data.dataset import Dataset, Samples
-from taut.data.images import outside, uncut, within
 from taut.data.order import MOST_IN_ARRAYS, Order, TokenLimit, is_large
 from taut.data.packing import PackPolicy, pack, prefix_order, shared_prefixes
 from taut.data.packing import common_prefix as common_prefix_of
+from taut.data.render.images import outside, uncut, within
+from taut.data.settings import BatchConfig
 from taut.errors import ConfigError
 from taut.types import IntArray, Packed, Sample, Tree
-
-
-@configclass
-class BatchConfig:
-    """The size of an optimizer step, and its division into micro-batches."""
-
-    samples_per_step: Annotated[int, Field(ge=1)] = 32
-    """Samples per optimizer step, over all ranks and micro-batches. A row whose answers are compared counts as one."""
-    tokens_per_step: Annotated[int, Field(ge=1)] | None = None
-    """Tokens per optimizer step in place of a number of samples: a step has the next samples as long as they have at
-    most so many tokens together, and at least one. For fixed data of at most 10,000,000 samples."""
-    tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
-    """Largest number of tokens computed at a time on one rank; a longer sample gets a micro-batch of its own."""
-    halve_when_out_of_memory: bool = False
-    """If a micro-batch does not fit into memory, repeat the step with half the tokens, for the rest of the run. Changes
-    numbers by rounding only; each halving is recorded, and repeated on resume. One rank only."""
-    share_prefixes: bool = True
-    """Compute a prefix that samples of a micro-batch share only once. Never changes the plan or the numbers."""
-    min_saved_tokens: Annotated[int, Field(ge=1)] = 16
-    """Share a prefix where that saves at least this number of tokens."""
-    group_prefixes: bool = False
-    """Keep samples with a long common prefix (a document's questions) in one step: the shuffle moves whole groups. A
-    group is cut only where no whole group fills a step. Needs shuffle, and at most 10,000,000 samples."""
-    group_min_tokens: Annotated[int, Field(ge=1)] = 64
-    """Shortest common prefix of a group of group_prefixes, in tokens; a picture counts as long enough."""
-    shuffle: bool = True
-    """Shuffle the samples again in each epoch; false: the order of the data files."""
-
-    def __post_init__(self) -> None:
-        for key in changed(self, ("samples_per_step", "group_prefixes")):
-            if self.tokens_per_step:
-                raise ConfigError(
-                    f"batch.tokens_per_step={self.tokens_per_step} and batch.{key} are both set; expected one of them; "
-                    f"take batch.{key} out"
-                )
-        if self.group_prefixes and not self.shuffle:
-            raise ConfigError(
-                "batch.group_prefixes=true and batch.shuffle=false contradict each other: grouping moves samples and "
-                "shuffle=false keeps the order of the files; keep one"
-            )
 
 
 def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:
@@ -146,6 +105,7 @@ def assign(trees: Sequence[Tree], budget: Budget) -> list[list[Microbatch]]:
     atoms = [_piece(tree.samples, budget, is_atom=True) for tree in trees if tree.is_atom]
     assert not (atoms and budget.one_sample), "samples that run one at a time cannot be coupled"
     total = sum(piece.cost for piece in atoms) + _piece(pool, budget).cost
+    # Finer pieces balance better and share less: take them only where they save more than 3%.
     best: list[list[Piece]] = []
     least = np.inf
     for share in (1.0, 0.5, 0.25) if budget.num_ranks > 1 else (np.inf,):
@@ -216,6 +176,7 @@ def _pieces(pool: Sequence[Sample], budget: Budget, max_cost: float) -> list[Pie
         if fits or len(run) == 1:
             done.append(piece)
             continue
+        # Cut it where the samples share least, and as near to the middle as that allows.
         middle = len(run) / 2
         cut = min(range(1, len(run)), key=lambda i: (shared[run[i]], abs(i - middle)))
         todo += [run[cut:], run[:cut]]
@@ -229,7 +190,8 @@ def _fill(pieces: Sequence[Piece], budget: Budget) -> list[Microbatch]:
     filled: list[Microbatch] = []
     for group in _first_fit(pieces, budget.tokens_per_microbatch):
         trees = tuple(piece.tree for piece in group)
-        # Rarely a short prefix common to all leaves too little to save further down for it to be merged there.
+        # Rarely a prefix that all trees share makes the longer prefixes of some save too little to be shared, and the
+        # trees need more tokens together than apart.
         fits = _piece(samples_of(trees), budget).num_tokens <= budget.tokens_per_microbatch
         filled += [trees] if fits else [(tree,) for tree in trees]
     return filled
@@ -269,23 +231,25 @@ class Rows:
         return self.data.num_groups if self.are_answers else len(self.data)
 
     def order(self, batch: BatchConfig, seed: int, samples_per_step: int) -> Order:
-        """Which trees each step has. Raises ConfigError where there are too many to be grouped."""
+        """The order of the trees. Raises ConfigError where there are too many for groups or steps of tokens."""
         parts = self.data.parts
         counts = tuple(part.num_groups if self.are_answers else part.num_samples for part in parts)
-        if batch.group_prefixes and is_large(counts):
+        # Groups and steps of tokens are arrays over the samples.
+        setting = remedy = ""
+        if batch.group_prefixes:
+            setting, remedy = "batch.group_prefixes=true", "batch.group_prefixes=false"
+        elif batch.tokens_per_step is not None:
+            setting = f"batch.tokens_per_step={batch.tokens_per_step}"
+            remedy = "batch.samples_per_step"
+        if setting and is_large(counts):
             raise ConfigError(
-                f"batch.group_prefixes=true, and data.train has {sum(counts):,} samples; expected at most "
-                f"{MOST_IN_ARRAYS:,}, since grouping compares all of them; set batch.group_prefixes=false"
+                f"{setting}, and data.train has {sum(counts):,} samples; expected at most {MOST_IN_ARRAYS:,}, since "
+                f"it reads all of them at the start; set {remedy}"
             )
         groups = self.prefix_groups(batch.group_min_tokens) if batch.group_prefixes else None
         weights = tuple(part.weight for part in parts)
         limit = None
         if batch.tokens_per_step is not None:
-            if is_large(counts):
-                raise ConfigError(
-                    f"batch.tokens_per_step={batch.tokens_per_step}, and data.train has {sum(counts):,} samples; "
-                    f"expected at most {MOST_IN_ARRAYS:,}; set batch.samples_per_step"
-                )
             limit = TokenLimit(batch.tokens_per_step, self.lengths())
         return Order(counts, weights, seed, samples_per_step, batch.shuffle, groups, limit)
 
@@ -295,7 +259,7 @@ class Rows:
         return np.concatenate([np.zeros(0, np.int64), *sizes])
 
     def expect(self, steps: Iterable[Sequence[int]]) -> None:
-        """The next steps have these trees (``Dataset.expect``)."""
+        """Fetch ahead the shards of these trees, which the next steps have (``Dataset.expect``)."""
         self.data.expect(steps, rows=self.are_answers)
 
     def trees(self, indices: Sequence[int]) -> list[Tree]:
@@ -304,7 +268,14 @@ class Rows:
 
     def trees_of(self, rows: Sequence[Sequence[Sample]]) -> list[Tree]:
         """The trees of rows with these samples."""
-        return [self._tree(samples, number) for number, samples in enumerate(rows)]
+        trees = []
+        for number, samples in enumerate(rows):
+            if not self.has_targets:
+                samples = [sample.without_targets() for sample in samples]
+            if self.are_answers:
+                samples = [replace(sample, group=number) for sample in samples]
+            trees.append(Tree(tuple(samples), is_atom=self.are_answers))
+        return trees
 
     def mismatched(self, indices: Sequence[int], max_length: int) -> list[Tree]:
         """Each sample's prompt with the answer of the sample after it, cut at ``max_length`` tokens: KTO's reference
@@ -315,6 +286,7 @@ class Rows:
         for index, following in zip(indices, [*indices[1:], indices[0]], strict=True):
             other_index = (index + 1) % len(self.data) if index == following else following
             sample, other = self.data[index], self.data[other_index]
+            # The other answer, cut to the room after this prompt, but not inside an image.
             begin, first = int(sample.target_at_N[0]), int(other.target_at_N[0])
             longest = first + max(1, max_length - begin)
             stop = min(other.num_tokens, uncut(other.media, longest))
@@ -342,17 +314,10 @@ class Rows:
         own = self.data.row(index)
         return self.data[own.start : own.stop]
 
-    def _tree(self, samples: Sequence[Sample], number: int) -> Tree:
-        if not self.has_targets:
-            samples = [sample.without_targets() for sample in samples]
-        if not self.are_answers:
-            return Tree(tuple(samples))
-        return Tree(tuple(replace(s, group=number) for s in samples), is_atom=True)
-
 
 @dataclass(frozen=True, eq=False)
-class Good(Samples):
-    """The good answer of each row: of compared answers the best, the first of equals."""
+class PreferredAnswers(Samples):
+    """The preferred answer of each row: the best of compared answers, or the first of several best ones."""
 
     rows: Rows
 

@@ -1,4 +1,4 @@
-"""What preference data show about their own labels: contradictions, repeats, lengths, and labels that look flipped.
+"""Label noise in preference data: contradictions, repeats, lengths, and labels that look flipped.
 
 Contradictions (a pair, and the same pair with the opposite label), repeats and pairs of equal answers are exact, on
 token ids, over all pairs; so are the lengths. Flips are estimated on at most 10,000 distinct pairs, sampled by the
@@ -7,7 +7,7 @@ seed; that takes about two seconds of one core. Nothing here decides what a run 
 
 To find flips, a small linear model learns from most of the pairs which answers are preferred, and judges the others;
 no pair is judged by a model that saw its prompt. It reads differences (chosen minus rejected) of log(1 + count) of the
-most common ids and pairs of neighbouring ids, of log length, of the share of distinct ids and of the share that stand
+most common ids and pairs of neighboring ids, of log length, of the share of distinct ids and of the share that stand
 in the prompt, and is fitted by componentwise L2 boosting (Buehlmann and Yu 2003), which is sparse and needs no more
 than the Gram matrix. The margins m of pairs it did not see agree with the label or contradict it. Where a rule is
 learnable and labels are flipped at a rate r that does not depend on the pair, surer margins are wrong less often, but
@@ -47,7 +47,7 @@ MOST_TOKENS = 256
 MOST_PROMPT = 1024
 """Number of tokens read of a prompt, its last ones."""
 MOST_COLUMNS = 512
-"""Largest number of features: ids, and as many pairs of neighbouring ids."""
+"""Largest number of features: ids, and as many pairs of neighboring ids."""
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of boosting steps that are tried; one is chosen on pairs that the model did not see."""
 AS_LIKELY = 2.0
@@ -72,7 +72,7 @@ class PairIds(NamedTuple):
     """A pair as token ids."""
 
     place: str
-    """For people: ``train.jsonl:17``."""
+    """File and line, for people: ``train.jsonl:17``."""
     prompt: IntArray
     chosen: IntArray
     rejected: IntArray
@@ -95,7 +95,7 @@ class Flips:
     accuracy: float
     """The share of labels that agree with the model that did not see them; 0.5 where there are too few pairs."""
     rate: float | None
-    """The estimated share of flipped labels; None: unknown, and ``reason`` says why."""
+    """The estimated share of flipped labels; None if unknown, for ``reason``."""
     low: float = 0.0
     """The 99% interval of ``rate``."""
     high: float = 0.5
@@ -135,7 +135,18 @@ def find_flips(pairs: Sequence[PairIds], seed: int = 0) -> Flips:
     num = len(pairs)
     if num < LEAST_PAIRS:
         return Flips(num, 0.5, None, reason=f"{num} pairs are fewer than {LEAST_PAIRS}")
-    margins = _unseen_margins(pairs, seed)
+    # Margins of the pairs, [P, len(STEPS)], by models that did not see their prompts; above 0: agrees with the label.
+    difference = _differences(pairs)
+    fold = _folds(pairs, seed)
+    parts = [difference[fold == index] for index in range(NUM_FOLDS)]
+    grams = [(part.T @ part).astype(np.float64) for part in parts]
+    sums = [part.sum(0, dtype=np.float64) for part in parts]
+    gram, total = np.sum(grams, axis=0), np.sum(sums, axis=0)
+    margins = np.zeros((num, len(STEPS)))
+    for index, part in enumerate(parts):
+        weights = _boost(gram - grams[index], total - sums[index])
+        margins[fold == index] = part @ weights.T.astype(np.float32)
+    # Of the models that are about as likely as the likeliest, the one that knows the rate best.
     fits = [_fit_lapse(margin) for margin in margins.T]
     enough = max(fit.log_likelihood for fit in fits) - AS_LIKELY
     likely = [index for index, fit in enumerate(fits) if fit.log_likelihood >= enough]
@@ -150,6 +161,7 @@ def find_flips(pairs: Sequence[PairIds], seed: int = 0) -> Flips:
         return Flips(num, accuracy, None, fit.low, fit.high, reason=reason)
     if fit.low <= 0:
         return Flips(num, accuracy, fit.rate, fit.low, fit.high)
+    # The probability that each label is flipped, by Bayes' rule.
     right = _sigmoid(fit.slope * margin)
     flipped = fit.low * (1 - right)
     confidence = flipped / (flipped + (1 - fit.low) * right)
@@ -161,23 +173,10 @@ def find_flips(pairs: Sequence[PairIds], seed: int = 0) -> Flips:
     return Flips(num, accuracy, fit.rate, fit.low, fit.high, suspects)
 
 
-def _unseen_margins(pairs: Sequence[PairIds], seed: int) -> FloatArray:
-    """[P, len(STEPS)]: margins of pairs by models that did not see their prompts; above 0: agrees with the label."""
-    difference = _differences(pairs)
-    fold = _folds(pairs, seed)
-    parts = [difference[fold == index] for index in range(NUM_FOLDS)]
-    grams = [(part.T @ part).astype(np.float64) for part in parts]
-    sums = [part.sum(0, dtype=np.float64) for part in parts]
-    gram, total = np.sum(grams, axis=0), np.sum(sums, axis=0)
-    margins = np.zeros((len(pairs), len(STEPS)))
-    for index, part in enumerate(parts):
-        weights = _boost(gram - grams[index], total - sums[index])
-        margins[fold == index] = part @ weights.T.astype(np.float32)
-    return margins
-
-
 def _folds(pairs: Sequence[PairIds], seed: int) -> IntArray:
-    """Pairs of one prompt share a fold; where one prompt has more than a fold holds, pairs of the same answers do."""
+    """The fold of each pair: pairs of one prompt share it; where one prompt has more than a fold holds, pairs of the
+    same answers do.
+    """
     keys: list[object] = [pair.prompt.tobytes() for pair in pairs]
     if max(Counter(keys).values()) > len(pairs) / NUM_FOLDS:
         keys = [frozenset((pair.chosen.tobytes(), pair.rejected.tobytes())) for pair in pairs]
@@ -203,12 +202,13 @@ def _boost(gram: FloatArray, total: FloatArray) -> FloatArray:
 
 
 def _fit_lapse(margin: FloatArray) -> _Lapse:
-    """r and b by maximum likelihood on a grid; pairs of about equal margins are counted together."""
+    """Fit r and b by maximum likelihood on a grid."""
     sure = np.abs(margin)
     agrees = margin[sure > 0] > 0
     sure = sure[sure > 0]
     if not sure.size:
         return _Lapse(0.0, 0.0, 0.5, 0.0, margin.size * math.log(0.5))
+    # Pairs of about equal margins are counted together.
     scale = float(np.median(sure))
     bins = np.array_split(np.argsort(sure), min(50, sure.size))
     level = np.array([sure[bin_].mean() for bin_ in bins]) / scale
@@ -219,6 +219,7 @@ def _fit_lapse(margin: FloatArray) -> _Lapse:
     chance = rates[:, None, None] + (1 - 2 * rates[:, None, None]) * right
     chance = np.clip(chance, 1e-4, 1 - 1e-4)
     fits = (hits * np.log(chance) + (size - hits) * np.log1p(-chance)).sum(-1)
+    # The interval of r: where the likelihood, with the best b for each r, is close to its maximum.
     profile = fits.max(1)
     best = int(profile.argmax())
     inside = profile >= profile[best] - LIKELIHOOD_DROP
@@ -238,31 +239,32 @@ def _sigmoid(x: FloatArray) -> FloatArray:
 
 
 def _differences(pairs: Sequence[PairIds]) -> Matrix:
-    """[P, columns]: chosen minus rejected."""
+    """Features of the pairs, [P, columns]: chosen minus rejected."""
     answers = [answer[:MOST_TOKENS] for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    # Of each answer its length, its share of distinct ids, and the share of these that the prompt has.
+    scalars = np.zeros((len(answers), 3))
+    for index, pair in enumerate(pairs):
+        in_prompt = set(pair.prompt[-MOST_PROMPT:].tolist())
+        for at, answer in ((2 * index, pair.chosen), (2 * index + 1, pair.rejected)):
+            if size := answers[at].size:
+                distinct = set(answers[at].tolist())
+                shared = len(distinct & in_prompt) / len(distinct)
+                scalars[at] = math.log1p(answer.size), len(distinct) / size, shared
+    # Its most common ids and pairs of neighboring ids.
     row = np.repeat(np.arange(len(answers)), [answer.size for answer in answers])
     column = _columns(np.concatenate(answers), least=1)
-    neighbours, neighbours_row = _neighbours(column, row)
+    neighbors, neighbors_row = _neighbors(column, row)
     tables = (
-        np.array([_scalars(pair.prompt, answer) for pair in pairs for answer in pair[2:]]),
+        scalars,
         _log_counts(row, column, len(answers)),
-        _log_counts(neighbours_row, _columns(neighbours, least=2), len(answers)),
+        _log_counts(neighbors_row, _columns(neighbors, least=2), len(answers)),
     )
     differences = [(table[0::2] - table[1::2]).astype(np.float32) for table in tables]
     return np.concatenate(differences, axis=1)
 
 
-def _scalars(prompt: IntArray, answer: IntArray) -> tuple[float, float, float]:
-    read = answer[:MOST_TOKENS]
-    if not read.size:
-        return 0.0, 0.0, 0.0
-    distinct = set(read.tolist())
-    shared = distinct & set(prompt[-MOST_PROMPT:].tolist())
-    return math.log1p(answer.size), len(distinct) / read.size, len(shared) / len(distinct)
-
-
 def _columns(codes: IntArray, least: int) -> IntArray:
-    """The column of each code: the most common have one each, the others -1."""
+    """The column of each code: the most common codes have one each, the others -1."""
     count = np.bincount(codes)
     common = np.argsort(-count, kind="stable")[:MOST_COLUMNS]
     common = common[count[common] >= least]
@@ -271,8 +273,8 @@ def _columns(codes: IntArray, least: int) -> IntArray:
     return column[codes]
 
 
-def _neighbours(column: IntArray, row: IntArray) -> tuple[IntArray, IntArray]:
-    """A code for each two neighbouring columns of an answer, its edges included, and the answer."""
+def _neighbors(column: IntArray, row: IntArray) -> tuple[IntArray, IntArray]:
+    """A code for each two neighboring columns of an answer, its edges included, and the answer."""
     edge, base = MOST_COLUMNS, MOST_COLUMNS + 1
     is_first = np.diff(row, prepend=-1) > 0
     is_last = np.append(is_first[1:], True)
@@ -306,7 +308,7 @@ class Earlier(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How the lengths of the answers, in tokens, relate to the labels."""
+    """Lengths of the answers, in tokens, by label."""
 
     num_longer: int
     """Pairs whose chosen answer is the longer one."""
@@ -323,7 +325,7 @@ class Lengths:
 
     @property
     def accuracy(self) -> float:
-        """How often length alone predicts the label of a pair of unequal lengths, in the better direction."""
+        """Accuracy with which length alone predicts the label of a pair of unequal lengths, in the better direction."""
         return max(self.num_longer, self.num_shorter) / max(1, self.num_unequal)
 
 
@@ -335,9 +337,9 @@ class PairReport:
     identical: tuple[str, ...]
     """Places where chosen and rejected are the same ids; these pairs do not count below."""
     repeats: tuple[Earlier, ...]
-    """The same prompt and answers, with the same label, again."""
+    """Pairs whose prompt, answers and label were there before."""
     contradictions: tuple[Earlier, ...]
-    """The same prompt and answers with the opposite label."""
+    """Pairs whose prompt and answers were there before, with the opposite label."""
     lengths: Lengths
     flips: Flips
 
@@ -354,6 +356,7 @@ def examine_pairs(pairs: Sequence[PairIds], seed: int = 0) -> PairReport:
     contradictions: list[Earlier] = []
     distinct: list[int] = []
     differences: list[int] = []
+    # Compare each pair with the first one of the same prompt and answers.
     for index, pair in enumerate(pairs):
         prompt, chosen, rejected = (
             blake2b(ids.tobytes(), digest_size=16).digest() for ids in pair[1:]
@@ -372,20 +375,19 @@ def examine_pairs(pairs: Sequence[PairIds], seed: int = 0) -> PairReport:
     if len(distinct) > MOST_PAIRS:
         drawn = np.random.default_rng(seed).choice(distinct, MOST_PAIRS, replace=False)
         distinct = sorted(drawn.tolist())
+    # Which answers are longer, and how closely that follows the label.
+    difference = np.array(differences, dtype=np.int64)
+    longer, shorter = int((difference > 0).sum()), int((difference < 0).sum())
+    lengths = Lengths(0, 0, 0.0, 0.0)
+    if longer + shorter:
+        mean = float(difference.mean())
+        spread = float(np.sqrt(np.square(difference, dtype=np.float64).mean()))
+        lengths = Lengths(longer, shorter, mean, mean / spread)
     return PairReport(
         len(pairs),
         tuple(identical),
         tuple(repeats),
         tuple(contradictions),
-        _lengths(np.array(differences, dtype=np.int64)),
+        lengths,
         find_flips([pairs[index] for index in distinct], seed),
     )
-
-
-def _lengths(difference: IntArray) -> Lengths:
-    longer, shorter = int((difference > 0).sum()), int((difference < 0).sum())
-    if not longer + shorter:
-        return Lengths(0, 0, 0.0, 0.0)
-    mean = float(difference.mean())
-    spread = float(np.sqrt(np.square(difference, dtype=np.float64).mean()))
-    return Lengths(longer, shorter, mean, mean / spread)

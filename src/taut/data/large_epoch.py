@@ -2,7 +2,7 @@
 
 Samples of sources with one weight are a pool. Which pool a position belongs to is a rule that keeps every beginning of
 the epoch close to the pools' shares. A pool is gone through as often as its weight says, each time in another keyed
-permutation: blocks of neighbouring samples are permuted, and the samples of a window of blocks are permuted among
+permutation: blocks of neighboring samples are permuted, and the samples of a window of blocks are permuted among
 themselves. So a stretch of steps reads a bounded number of places, wherever the samples lie. What is left of a weight
 after whole rounds is the beginning of one more: a fraction takes blocks, others in each epoch.
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from taut.types import IntArray
 
 BLOCK = 2**16
-"""Neighbouring samples that stay in one window."""
+"""Neighboring samples that stay in one window."""
 WINDOW = 64
 """Blocks whose samples are permuted among themselves."""
 ROUNDS = 6
@@ -57,12 +57,17 @@ class LargeEpoch:
         found_S = np.empty(stop - start, dtype=np.int64)
         for number in np.unique(number_S).tolist():
             is_own_S, pool = number_S == number, pools[number]
+            # A pool is gone through several times, each time in another order.
             round_S, within_S = np.divmod(at_S[is_own_S].astype(np.int64), pool.size)
             for again in np.unique(round_S).tolist():
                 is_now = round_S == again
                 key = [self.seed, self.epoch, number, again]
                 within_S[is_now] = _shuffled(within_S[is_now], pool.size, key)
-            found_S[is_own_S] = self._index(pool, within_S)
+            # From the number in the pool to the index among all samples.
+            sources = np.array(pool.sources)
+            begins = np.cumsum([0, *(self.counts[source] for source in pool.sources)])
+            member_S = np.searchsorted(begins, within_S, side="right") - 1
+            found_S[is_own_S] = self._starts[sources[member_S]] + within_S - begins[member_S]
         return found_S
 
     @cached_property
@@ -73,14 +78,6 @@ class LargeEpoch:
     def _starts(self) -> IntArray:
         """The first sample of each source, and the end."""
         return np.cumsum([0, *self.counts])
-
-    def _index(self, pool: Pool, within_S: IntArray) -> IntArray:
-        """The indices of a pool's samples, by their number in the pool."""
-        sources = np.array(pool.sources)
-        begins = np.cumsum([0, *(self.counts[source] for source in pool.sources)])
-        member_S = np.searchsorted(begins, within_S, side="right") - 1
-        index_S: IntArray = self._starts[sources[member_S]] + within_S - begins[member_S]
-        return index_S
 
     # -- the order of the files
 
@@ -118,10 +115,12 @@ class LargeEpoch:
         def begin(stretch: int) -> int:
             return stretch * count // more
 
+        # The stretch that has the position: the quotient may be one too small, as each begins at a whole sample.
         stretch = at * more // (times * count + more)
         if times * begin(stretch + 1) + stretch + 1 <= at:
             stretch += 1
         at -= times * begin(stretch) + stretch
+        # One sample of the stretch comes once more than the others.
         key = [self.seed, self.epoch, source, stretch]
         chosen = _number(key) % (begin(stretch + 1) - begin(stretch))
         if chosen * times <= at <= (chosen + 1) * times:
@@ -175,19 +174,21 @@ def _deal(at_S: NDArray[np.object_], quotas: Sequence[int]) -> tuple[IntArray, N
 
 
 def _shuffled(at_S: IntArray, size: int, key: Sequence[int]) -> IntArray:
-    """Where the permutation of ``range(size)`` named by ``key`` puts each position.
+    """The place of each position in the permutation of ``range(size)`` that ``key`` names.
 
     Blocks begin anywhere: the samples are a ring, turned by a number of the key. Those after the last whole block are
     in the last window.
     """
     span, num_blocks = BLOCK * WINDOW, size // BLOCK
     last = max(0, size // span - 1)
+    # Permute the samples of each window.
     window_S, slot_S = np.minimum(at_S // span, last), np.empty_like(at_S)
     for window in np.unique(window_S).tolist():
         is_inside_S, begin = window_S == window, window * span
         width = size - begin if window == last else span
         place_S = at_S[is_inside_S] - begin
         slot_S[is_inside_S] = begin + keyed_permutation(place_S, width, [*key, 0, window])
+    # Permute the blocks, and turn the ring.
     block_S, within_S = np.divmod(slot_S, BLOCK)
     is_whole_S = block_S < num_blocks
     block_S[is_whole_S] = keyed_permutation(block_S[is_whole_S], num_blocks, [*key, 1])
@@ -195,7 +196,7 @@ def _shuffled(at_S: IntArray, size: int, key: Sequence[int]) -> IntArray:
 
 
 def keyed_permutation(at_S: IntArray, size: int, key: Sequence[int]) -> IntArray:
-    """Where the permutation of ``range(size)`` named by ``key`` puts each position.
+    """The place of each position in the permutation of ``range(size)`` that ``key`` names.
 
     A Feistel network permutes a power of two that holds ``range(size)``; a number outside goes through it again until
     it is inside.
@@ -216,16 +217,12 @@ def _feistel(number_S: Bits, width: int, keys: Bits) -> Bits:
     for index in range(keys.size):
         right = width - left
         high_S, low_S = number_S >> right, number_S & ((1 << right) - 1)
-        mixed_S = _mixed(low_S ^ keys[index : index + 1]) & ((1 << left) - 1)
-        number_S = (low_S << left) | (high_S ^ mixed_S)
+        # The finalizer of splitmix64: every bit of the result depends on every bit of the number.
+        mixed_S = low_S ^ keys[index : index + 1]
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            mixed_S = (mixed_S ^ (mixed_S >> shift)) * np.uint64(factor)
+        number_S = (low_S << left) | (high_S ^ (mixed_S & ((1 << left) - 1)))
         left = right
-    return number_S
-
-
-def _mixed(number_S: Bits) -> Bits:
-    """The finalizer of splitmix64: every bit of the result depends on every bit of the number."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        number_S = (number_S ^ (number_S >> shift)) * np.uint64(factor)
     return number_S
 
 

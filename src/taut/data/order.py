@@ -60,11 +60,12 @@ class Order:
     samples_per_step: int
     is_shuffled: bool = True
     groups: IntArray | None = None
-    """The group of each sample; None: every sample moves alone, as it must where ``is_large``."""
+    """The group of each sample; None: every sample is shuffled by itself (always so where ``is_large``)."""
     tokens: TokenLimit | None = None
     """Steps end by tokens; None: they have ``samples_per_step`` samples."""
     origin: Cursor = START
-    """Where full steps begin. Not the start, if a run ended on a small step and was then extended."""
+    """The cursor from which all steps are full: the start, or the end of a run that ended on a small step and was then
+    extended."""
 
     @property
     def is_large(self) -> bool:
@@ -90,8 +91,8 @@ class Order:
         samples = self._begin(step + 1)
         return Cursor(step, samples if epochs is None else min(samples, self._num_samples(epochs)))
 
-    def going_on_from(self, cursor: Cursor, epochs: float | None) -> Order:
-        """The order of a run continued from ``cursor``: no sample is left out, or seen twice."""
+    def continue_from(self, cursor: Cursor, epochs: float | None) -> Order:
+        """The order of a run that continues after ``cursor``: no sample is left out or seen twice."""
         is_within = epochs is None or cursor.step <= self.num_steps(epochs)
         if is_within and self.cursor(cursor.step, epochs) == cursor:
             return self
@@ -145,9 +146,9 @@ class Order:
             return chosen
         rank_of_group = random.permutation(int(self.groups.max()) + 1)
         chosen = chosen[np.argsort(rank_of_group[self.groups[chosen]], kind="stable")]
-        documents = np.split(chosen, np.flatnonzero(np.diff(self.groups[chosen])) + 1)
+        groups = np.split(chosen, np.flatnonzero(np.diff(self.groups[chosen])) + 1)
         begun = epoch * self.epoch_size % self.samples_per_step
-        return np.concatenate(_settle(documents, self.samples_per_step, begun))
+        return np.concatenate(fit_groups_to_steps(groups, self.samples_per_step, begun))
 
     def _begin(self, step: int) -> int:
         """The samples before a step."""
@@ -189,24 +190,24 @@ class Order:
         return max(1, round(epochs * self.epoch_size))
 
 
-def _settle(documents: list[IntArray], step_size: int, begun: int) -> list[IntArray]:
-    """The documents in their order, except that a step with room left takes the next document that fits it whole.
+def fit_groups_to_steps(groups: list[IntArray], step_size: int, begun: int) -> list[IntArray]:
+    """Sort the groups so that steps cut few of them: a step with room left takes the next group that fits whole.
 
-    A document is cut only where none fits, or where it is larger than a step. ``begun``: samples that the first step
+    A group is cut only where none fits, or where it is larger than a step. ``begun``: samples that the first step
     already has.
     """
     waiting: dict[int, deque[int]] = {}
-    for number, document in enumerate(documents):
-        waiting.setdefault(document.size, deque()).append(number)
-    settled, room = [], step_size - begun
+    for number, group in enumerate(groups):
+        waiting.setdefault(group.size, deque()).append(number)
+    sorted_groups, room = [], step_size - begun
     while waiting:
         first = min(queue[0] for queue in waiting.values())
         fitting = [queue[0] for size, queue in waiting.items() if size <= room]
-        is_too_large = documents[first].size > step_size
-        chosen = documents[first if is_too_large else min(fitting, default=first)]
+        is_too_large = groups[first].size > step_size
+        chosen = groups[first if is_too_large else min(fitting, default=first)]
         waiting[chosen.size].popleft()
         if not waiting[chosen.size]:
             del waiting[chosen.size]
-        settled.append(chosen)
+        sorted_groups.append(chosen)
         room = (room - chosen.size) % step_size or step_size
-    return settled
+    return sorted_groups

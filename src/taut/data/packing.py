@@ -1,6 +1,6 @@
 """Samples -> one flat micro-batch, common prefixes laid out once. Never a pad token.
 
-Samples are sorted by their ids, so equal prefixes are neighbours. The lengths of the neighbours' common prefixes
+Samples are sorted by their ids, so equal prefixes are neighbors. The lengths of the neighbors' common prefixes
 define a tree; a branching point is kept where it saves at least ``min_saved_tokens`` tokens. Laid out depth first, a
 token's reach is the end of the subtree below it. Two prefixes are equal when their ids and pictures are; position ids
 follow from these. An image is never cut: where two differ the prefix ends before them; a shared one is laid out once.
@@ -42,22 +42,26 @@ PICTURE = 1 << 31
 
 def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed:  # noqa: B008 (a NamedTuple)
     """Lay samples out as one micro-batch; rows are in the order of the layout."""
+    # the order of the tree, and how many leading tokens each sample has in common with the one before it
     order, shared = shared_prefixes(samples, policy)
     ordered = [samples[index] for index in order]
     num_tokens = sum(sample.num_tokens for sample in samples) - sum(shared)
+
+    # depth first: a sample appends its own tokens; the tokens of the one before it that it does not share end here
     ids_T = np.empty(num_tokens, dtype=np.int64)
     reach_T = np.full(num_tokens, num_tokens, dtype=np.int64)
     indices: list[IntArray] = []
     """The flat index of every token of every sample."""
     path: IntArray = np.empty(0, dtype=np.int64)
     at = 0
-    for sample, prefix in zip(ordered, shared, strict=True):  # depth first
+    for sample, prefix in zip(ordered, shared, strict=True):
         new_tokens = np.arange(at, at + sample.num_tokens - prefix)
         reach_T[path[prefix:]] = at
         path = np.concatenate([path[:prefix], new_tokens])
         ids_T[path] = sample.ids_T
         indices.append(path)
         at += new_tokens.size
+
     # an image at its place in the layout; a shared one once
     media = tuple(
         replace(image, start=int(index_T[image.start]), stop=int(index_T[image.stop - 1]) + 1)
@@ -65,12 +69,16 @@ def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed
         for image in sample.media
         if image.start >= prefix
     )
+
+    # tokens of an image that also see the later ones of that image
     last_T = None
     if any(image.is_two_way for image in media):
         last_T = torch.arange(num_tokens)
         for image in media:
             if image.is_two_way:
                 last_T[image.start : image.stop] = image.stop - 1
+
+    # targets, reads and values: each sample keeps its own, at the flat indices of its tokens
     better_P, worse_P = _pairs(ordered)
     return Packed(
         ids_T=torch.from_numpy(ids_T),
@@ -121,8 +129,10 @@ def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list
     """
     if not policy.share_prefixes or len(samples) == 1:
         return list(range(len(samples))), [0] * len(samples)
+    # neighbors in sorted order have the longest common prefixes
     order = prefix_order(samples)
     common = [0] + [common_prefix(samples[left], samples[right]) for left, right in pairwise(order)]
+
     # lower each common prefix to the deepest branching point that saves enough: in a run of samples whose shortest
     # common prefix is m, sharing the tokens between the branching point above and m saves (samples - 1) * (m - above)
     kept = [0] * len(common)
@@ -143,7 +153,7 @@ def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list
 
 
 def prefix_order(samples: Sequence[Sample]) -> list[int]:
-    """Indices of the samples, sorted by ids and pictures: equal prefixes become neighbours. Ties keep their order."""
+    """Indices of the samples, sorted by ids and pictures: equal prefixes become neighbors. Ties keep their order."""
     keys = [ids_with_pictures(s).astype(">u4").tobytes() for s in samples]  # bytes sort as numbers
     return sorted(range(len(samples)), key=keys.__getitem__)
 

@@ -1,26 +1,26 @@
-"""A stream: rows that arrive while a run trains, in windows that are recorded as they come.
+"""A stream: rows that arrive while a run trains, in windows that are recorded on disk.
 
     window k     the rows [k W, (k + 1) W), W = data.streaming_window; the last has fewer, where the stream ends
     position p   of the run's samples: window k holds the positions [first_k, first_k + size_k), and its samples are
                  permuted among themselves by a keyed permutation of (seed, k)
 
-So the samples of a step are a pure function of the rows, the seed and the step; no buffer of a shuffle has to be saved.
+So the samples of a step are a pure function of the rows, the seed and the step; there is no shuffle buffer to save.
 Where answers are compared, rows take the place of samples.
 
-    CACHE/streams/<run>/record.json         key of the settings, windows that are kept, files that were taken
-                        first.jsonl         the first rows, as they came
+    CACHE/streams/<run>/record.json         key of the settings, windows that are kept, files that were read
+                        first.jsonl         the first rows, unchanged
                         00000000/ ...       the windows that are kept, a shard each (cache.py)
 
-One process records (``Recorder``): a thread of it reads rows, tokenises a window and writes it, one window ahead of
-training. A window is a shard on disk before a step has it, so a run that goes on reads it there, and reads on after the
-last one. Each window has the digest of all windows up to it. A checkpoint keeps that of its last one, and a run that
-finds another there is refused.
+One process records (``Recorder``): its thread reads rows, tokenizes a window and writes it, one window ahead of
+training. A window is a shard on disk before a step uses it, so a resumed run reads recorded windows from disk, and
+reads the stream after the last one. Each window has the digest of all windows up to it. A checkpoint keeps the digest
+of its last window, and a run that finds another one there is refused.
 
-The first window is kept: it is what checks, the stop check and the golden prompts look at. So are the windows from the
-oldest checkpoint on (``Recorder.floor``); the others are removed. ``Preview`` is a stream of which the first rows are
-looked at: nothing is recorded, and it does not wait.
+The first window is kept for checks, the stop check and the golden prompts. So are the windows from the oldest
+checkpoint on (``Recorder.floor``); the others are removed. ``Preview`` shows the first rows of a stream: it records
+nothing and does not wait.
 
-Does not know where rows come from (``arrivals.py``), or steps (``methods/method.py``).
+Does not know where rows come from (``read/stream_reader.py``), or steps (``methods/method.py``).
 """
 
 from __future__ import annotations
@@ -42,37 +42,45 @@ import numpy as np
 import pydantic
 from typing_extensions import TypedDict
 
-from taut.data import cache
-from taut.data.arrivals import (
+from taut.data.dataset import (
+    Dataset,
+    SourceShards,
+    key_of,
+    limits_of,
+    require_fitting,
+    sources,
+)
+from taut.data.large_epoch import keyed_permutation
+from taut.data.read.in_memory import given_iterable
+from taut.data.read.sources import IN_FILE
+from taut.data.read.stream_reader import (
     START,
-    Arrivals,
-    Arrived,
     FolderRows,
     IterableRows,
     Position,
-    Taken,
+    SeenFiles,
+    StreamReader,
+    StreamRow,
 )
-from taut.data.dataset import DataConfig, Dataset, SourcePart, key_of, require_fitting, sources
-from taut.data.entries import Entry, Shards
-from taut.data.given_rows import given_iterable
-from taut.data.large_epoch import keyed_permutation
-from taut.data.render import Limits, Renderer
-from taut.data.schema import AnyRow, Columns, Kind, read_any
-from taut.data.sources import IN_FILE, ITERABLE
-from taut.data.tokenise import entry_of
+from taut.data.render.render import Renderer
+from taut.data.rows.schema import AnyRow, Columns, read_kept
+from taut.data.settings import ITERABLE, DataConfig, Kind
+from taut.data.store import cache
+from taut.data.store.shards import Shard, Shards
+from taut.data.tokenize import TokenizeJob, tokenize_records
 from taut.errors import ConfigError, OutputError, StreamError, TautError
 from taut.io import files
-from taut.io.console import counted, told_when_slow
+from taut.io.console import counted, warn_if_slow
 
 RECORD, FIRST = "record.json", "first.jsonl"
 FOLDER = "streams"
-"""The folder of records, in the cache."""
+"""Folder of the cache with the records of streams."""
 NUM_FIRST = 256
-"""Rows that are kept as they came."""
+"""Number of first rows that are kept unchanged."""
 POLL = 1.0
-"""Seconds between looks for new rows, and between messages of the ranks while one waits."""
+"""Seconds between looks for new rows, and between messages of the ranks while they wait."""
 PATIENCE = 5.0
-"""Seconds that the thread which reads is waited for at the end."""
+"""Seconds to wait for the reading thread at the end."""
 
 
 class Window(TypedDict):
@@ -80,15 +88,15 @@ class Window(TypedDict):
 
     number: int
     first: int
-    """Samples, or rows whose answers are compared, before it."""
+    """Number of samples, or of rows whose answers are compared, before it."""
     size: int
     names: list[str]
-    """The files of its rows."""
-    shard: cache.Listed
+    """Files of its rows."""
+    shard: cache.ManifestShard
     digest: str
-    """Of all windows up to this one."""
+    """Digest of all windows up to this one."""
     position: Position
-    """Where reading goes on after it."""
+    """Position of the stream after it."""
 
 
 class _Record(TypedDict):
@@ -97,67 +105,73 @@ class _Record(TypedDict):
     key: str
     out: str
     windows: list[Window]
-    taken: Taken
+    taken: SeenFiles
 
 
-class Made(NamedTuple):
+class TokenizedWindow(NamedTuple):
     """A window before it is recorded."""
 
     names: tuple[str, ...]
-    entry: Entry
+    """Names of the files of its rows."""
+    shard: Shard
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the rows of a stream become windows."""
+    """Makes windows of the rows of a stream."""
 
     path: str
-    """What errors call the stream."""
+    """Name of the stream in errors."""
     key: str
-    """The hash of all that a window depends on besides its rows."""
+    """Hash of all that a window depends on besides its rows."""
     num_rows: int
-    """Rows of a window."""
+    """Number of rows of a window."""
     unit: Literal["num_samples", "num_groups"]
-    """What is permuted and counted: samples, or rows whose answers are compared."""
+    """Unit of positions: samples, or rows whose answers are compared."""
     columns: Columns
-    tokenise: Callable[[Sequence[tuple[int, Any]], tuple[str, ...]], Entry]
+    tokenize: Callable[[Sequence[tuple[int, Any]], tuple[str, ...]], Shard]
 
-    def make(self, rows: Sequence[Arrived]) -> Made:
+    def make(self, rows: Sequence[StreamRow]) -> TokenizedWindow:
         names = tuple(dict.fromkeys(row.name for row in rows))
         number_of = {name: number for number, name in enumerate(names)}
         records = [(number_of[row.name] * IN_FILE + row.number, row.record) for row in rows]
-        return Made(names, self.tokenise(records, names))
+        return TokenizedWindow(names, self.tokenize(records, names))
 
     def describe(
-        self, made: Made, before: Window | None, shard: cache.Listed, position: Position
+        self,
+        content: TokenizedWindow,
+        before: Window | None,
+        listed: cache.ManifestShard,
+        position: Position,
     ) -> Window:
+        """Record a window whose shard is written, as ``listed`` says. ``position``: of the stream after it."""
         digest = hashlib.sha256(
-            f"{before['digest'] if before else ''} {shard['meta']}".encode()
+            f"{before['digest'] if before else ''} {listed['meta']}".encode()
         ).hexdigest()
         return {
             "number": before["number"] + 1 if before else 0,
             "first": before["first"] + before["size"] if before else 0,
-            "size": shard[self.unit],
-            "names": list(made.names),
-            "shard": shard,
+            "size": listed[self.unit],
+            "names": list(content.names),
+            "shard": listed,
             "digest": digest,
             "position": position,
         }
 
 
 class Status(NamedTuple):
-    """What the process that reads tells the others."""
+    """Progress of the reading process."""
 
     windows: list[Window]
-    """Those that are new."""
+    """New windows."""
     seconds: float
-    """Since the last row came; 0 while rows are read."""
+    """Seconds since the last row came; 0 while rows are read."""
     has_ended: bool
     error: TautError | None
 
 
-class Reader(Protocol):
-    """What reads a stream."""
+class WindowReader(Protocol):
+    """Reads the windows of a stream."""
 
     def want(self, stop: int) -> None:
         """Read on until a window has the position before ``stop``."""
@@ -165,14 +179,14 @@ class Reader(Protocol):
     def status(self, after: int) -> Status:
         """The windows after number ``after``, once there are any, or after ``POLL`` seconds."""
 
-    def entry(self, window: Window) -> Entry:
+    def shard(self, window: Window) -> Shard:
         """The samples of a window."""
 
-    def first(self) -> list[Arrived]:
-        """The first rows, as they came."""
+    def first(self) -> list[StreamRow]:
+        """The first rows, unchanged."""
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
 
 
 class Recording(NamedTuple):
@@ -180,7 +194,7 @@ class Recording(NamedTuple):
 
     out: Path
     goes_on: bool
-    """Whether it may go on with what a process before has recorded."""
+    """Whether it may continue from the record of an earlier process."""
     is_writer: bool
     """Whether this process reads and records, for all ranks."""
     gather: Callable[[Any], list[Any]]
@@ -202,17 +216,17 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def entry(self, window: Window) -> Entry:
+    def shard(self, window: Window) -> Shard:
         place = self.folder / _name(window)
         try:
             return cache.read_shard(place, window["shard"])
         except cache.FAILURES as error:
             raise StreamError(
                 f"{place}: the recorded rows are damaged ({error}); expected them as they were written; remove "
-                f"{self.folder}: the stream is read again from its first row, if that is still there"
+                f"{self.folder} to read the stream again from its first row"
             ) from None
 
-    def first(self) -> list[Arrived]:
+    def first(self) -> list[StreamRow]:
         path = self.folder / FIRST
         try:
             lines = files.read_text(path).split("\n")[:-1]
@@ -220,13 +234,13 @@ class Recorded:
             raise StreamError(
                 f"{path} cannot be read: {error}; expected the first rows of the stream; remove {self.folder}"
             ) from None
-        return [Arrived(*json.loads(line)) for line in lines]
+        return [StreamRow(*json.loads(line)) for line in lines]
 
     def want(self, stop: int) -> None:
         """Another process reads."""
 
     def status(self, after: int) -> Status:
-        """Another process tells."""
+        """Nothing new: another process reads."""
         return Status([], 0.0, False, None)
 
     def close(self) -> None:
@@ -241,11 +255,11 @@ class Recorder(Recorded):
         directory: Path,
         out: Path,
         recipe: Recipe,
-        arrivals_after: Callable[[Position, Taken | None], Arrivals],
+        reader_after: Callable[[Position, SeenFiles | None], StreamReader],
         *,
         goes_on: bool,
     ) -> None:
-        """``goes_on``: whether the windows that a process before recorded for this run are taken over."""
+        """``goes_on``: take over the windows that an earlier process recorded for this run."""
         super().__init__(folder_of(directory, out))
         self.recipe, self.out = recipe, str(out.absolute())
         self.windows: list[Window] = []
@@ -266,10 +280,16 @@ class Recorder(Recorded):
                 )
             self._lock: int | None = lock
             try:
-                taken = self._take_over() if goes_on else None
-                self._empty()
-                position = self.windows[-1]["position"] if self.windows else START
-                self.arrivals = arrivals_after(position, taken)
+                # Continue after the windows of an earlier process, and remove what does not belong to them.
+                record = _read_record(self.folder) if goes_on else None
+                taken: SeenFiles | None = None
+                position, kept = START, {cache.LOCK}
+                if record is not None and record["key"] == recipe.key and record["windows"]:
+                    self.windows, taken = record["windows"], record["taken"]
+                    position = self.windows[-1]["position"]
+                    kept |= {RECORD, FIRST, *(_name(window) for window in self.windows)}
+                cache.keep_only(self.folder, kept)
+                self.source_reader = reader_after(position, taken)
             except BaseException:
                 os.close(lock)
                 raise
@@ -283,7 +303,14 @@ class Recorder(Recorded):
 
     def status(self, after: int) -> Status:
         with self._condition:
-            self._condition.wait_for(lambda: self._has_news(after), POLL)
+            self._condition.wait_for(
+                lambda: (
+                    any(window["number"] > after for window in self.windows[-1:])
+                    or self._has_ended
+                    or self._error is not None
+                ),
+                POLL,
+            )
             windows = [window for window in self.windows if window["number"] > after]
             seconds = time.monotonic() - self._arrived_at if self._is_idle else 0.0
             return Status(windows, seconds, self._has_ended, self._error)
@@ -296,10 +323,6 @@ class Recorder(Recorded):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def _has_news(self, after: int) -> bool:
-        is_there = bool(self.windows) and self.windows[-1]["number"] > after
-        return is_there or self._has_ended or self._error is not None
 
     # -- the thread
 
@@ -317,15 +340,23 @@ class Recorder(Recorded):
             self._condition.notify_all()
 
     def _read(self) -> None:
-        arrivals, rows = iter(self.arrivals), list[Arrived]()
+        source_reader, rows = iter(self.source_reader), list[StreamRow]()
         while True:
+            # Begin a window only where training wants the one before it.
             with self._condition:
                 if not rows:
-                    self._condition.wait_for(lambda: self._is_closed or not self._is_ahead)
+                    self._condition.wait_for(
+                        lambda: (
+                            self._is_closed
+                            or not self.windows
+                            or self.windows[-1]["first"] < self._stop
+                        )
+                    )
                 if self._is_closed:
                     return
+            # Read a row, and wait where there is none yet.
             try:
-                row = next(arrivals)
+                row = next(source_reader)
             except StopIteration:
                 break
             with self._condition:
@@ -334,7 +365,8 @@ class Recorder(Recorded):
                     self._condition.wait_for(lambda: self._is_closed, POLL)
                     continue
             self._arrived_at = time.monotonic()
-            read_any(row.record, f"{row.name}:{row.number}", self.recipe.columns)  # refused at once
+            # Validate it at once, and record a window when it is full.
+            read_kept(row.record, f"{row.name}:{row.number}", self.recipe.columns)
             rows.append(row)
             if len(rows) == self.recipe.num_rows:
                 self._add(rows)
@@ -342,59 +374,37 @@ class Recorder(Recorded):
         if rows:
             self._add(rows)
 
-    @property
-    def _is_ahead(self) -> bool:
-        """Whether there is a whole window more than training wants."""
-        return bool(self.windows) and self.windows[-1]["first"] >= self._stop
-
-    def _add(self, rows: Sequence[Arrived]) -> None:
+    def _add(self, rows: Sequence[StreamRow]) -> None:
         """Record a window, and remove those that no run needs any more."""
-        position = self.arrivals.position
-        made = self.recipe.make(rows)
+        # Tokenize the window, and write its shard.
+        position = self.source_reader.position
+        content = self.recipe.make(rows)
         before = self.windows[-1] if self.windows else None
         fresh = self.folder / ".window.partial"
         shutil.rmtree(fresh, ignore_errors=True)
-        shard = cache.write_shard(fresh, made.entry)
-        window = self.recipe.describe(made, before, shard, position)
+        listed = cache.write_shard(fresh, content.shard)
+        window = self.recipe.describe(content, before, listed, position)
         fresh.rename(self.folder / _name(window))
         files.sync(self.folder)
         if before is None:
             # what JSON does not have is in columns that nobody reads: a row of another kind is refused
             lines = [json.dumps(list(row), default=str) for row in rows[:NUM_FIRST]]
             files.write_text(self.folder / FIRST, "".join(f"{line}\n" for line in lines))
+        # Write the record of the windows that are kept, then remove the others.
         old = [it for it in self.windows if it["number"] and it["first"] + it["size"] < self.floor]
         kept = [it for it in self.windows if it not in old]
-        self._write([*kept, window])
+        record: _Record = {
+            "key": self.recipe.key,
+            "out": self.out,
+            "windows": [*kept, window],
+            "taken": self.source_reader.seen,
+        }
+        files.write_text(self.folder / RECORD, json.dumps(record))
         for gone in old:
             shutil.rmtree(self.folder / _name(gone), ignore_errors=True)
         with self._condition:
             self.windows = [*kept, window]
             self._condition.notify_all()
-
-    def _write(self, windows: list[Window]) -> None:
-        record: _Record = {
-            "key": self.recipe.key,
-            "out": self.out,
-            "windows": windows,
-            "taken": self.arrivals.taken,
-        }
-        files.write_text(self.folder / RECORD, json.dumps(record))
-
-    # -- what a process before left
-
-    def _take_over(self) -> Taken | None:
-        record = _read_record(self.folder)
-        if record is None or record["key"] != self.recipe.key:
-            return None
-        self.windows = record["windows"]
-        return record["taken"] if self.windows else None
-
-    def _empty(self) -> None:
-        """Remove what does not belong to the windows."""
-        kept = {cache.LOCK, *(_name(window) for window in self.windows)}
-        if self.windows:
-            kept |= {RECORD, FIRST}
-        cache.keep_only(self.folder, kept)
 
     @contextmanager
     def _as_output_error(self) -> Iterator[None]:
@@ -412,7 +422,7 @@ def _name(window: Window) -> str:
 
 
 def _read_record(folder: Path) -> _Record | None:
-    """None where there is none that taut wrote."""
+    """The record in a folder; None if there is no valid one."""
     try:
         content = files.read_regular(folder / RECORD, cache.MANIFEST_LIMIT)
         return pydantic.TypeAdapter(_Record).validate_json(content, strict=True)
@@ -421,7 +431,7 @@ def _read_record(folder: Path) -> _Record | None:
 
 
 def _remove_abandoned(folder: Path, own: Path) -> None:
-    """Remove the records of other runs whose directory is gone."""
+    """Remove the records of other runs whose output directory is gone."""
     for path in folder.iterdir():
         record = None if path == own else _read_record(path)
         if record is None or Path(record["out"]).exists():
@@ -436,20 +446,20 @@ def _remove_abandoned(folder: Path, own: Path) -> None:
 
 
 class Preview:
-    """The first rows of a stream, in memory. What is not there is not waited for: the stream ends there."""
+    """The first rows of a stream, in memory. The stream ends where there is no row yet."""
 
-    def __init__(self, recipe: Recipe, arrivals: Arrivals) -> None:
-        self.recipe, self.arrivals = recipe, arrivals
-        self._rows: list[Arrived] = []
-        self._entries: dict[int, Entry] = {}
+    def __init__(self, recipe: Recipe, source_reader: StreamReader) -> None:
+        self.recipe, self.source_reader = recipe, source_reader
+        self._rows: list[StreamRow] = []
+        self._shards: dict[int, Shard] = {}
         self._last: Window | None = None
-        self._iterator = iter(arrivals)
+        self._iterator = iter(source_reader)
 
     def want(self, stop: int) -> None:
         """``status`` reads."""
 
     def status(self, after: int) -> Status:
-        rows: list[Arrived] = []
+        rows: list[StreamRow] = []
         for row in self._iterator:
             if row is None:
                 break
@@ -458,25 +468,24 @@ class Preview:
                 break
         if not rows:
             return Status([], 0.0, True, None)
-        made = self.recipe.make(rows)
-        counts = made.entry.counts
-        shard: Any = {**vars(counts), "meta": "", "sizes": {}}
-        self._last = self.recipe.describe(made, self._last, shard, self.arrivals.position)
-        self._entries[self._last["number"]] = made.entry
+        content = self.recipe.make(rows)
+        listed: Any = {**vars(content.shard.counts), "meta": "", "sizes": {}}
+        self._last = self.recipe.describe(content, self._last, listed, self.source_reader.position)
+        self._shards[self._last["number"]] = content.shard
         self._rows = self._rows or rows[:NUM_FIRST]
         return Status([self._last], 0.0, False, None)
 
-    def entry(self, window: Window) -> Entry:
-        return self._entries[window["number"]]
+    def shard(self, window: Window) -> Shard:
+        return self._shards[window["number"]]
 
-    def first(self) -> list[Arrived]:
+    def first(self) -> list[StreamRow]:
         return self._rows
 
     def close(self) -> None:
         """Nothing to close."""
 
 
-# -- what training sees
+# -- the stream of a run
 
 
 @dataclass(eq=False)
@@ -484,19 +493,19 @@ class Stream:
     """The recorded windows as training sees them, the same on every rank. All ranks call ``require`` alike."""
 
     recipe: Recipe
-    reader: Reader
+    reader: WindowReader
     timeout: float
     """Seconds without a new row after which ``require`` gives up."""
     num_ids: int
-    """Ids that the model has rows for."""
+    """Number of ids that the model has rows for."""
     gather: Callable[[Any], list[Any]] = lambda value: [value]
     """Every rank's value; the first one's reader reads."""
     windows: list[Window] = field(default_factory=list)
-    """Those that all ranks know of, in order; not those that training has left behind."""
+    """Windows that all ranks know of, in order, without those that training has left behind."""
     expected: tuple[int, str] | None = None
     """A window's number, and the digest that a checkpoint has of it."""
-    _opened: dict[int, SourcePart] = field(default_factory=dict)
-    """The windows that were asked for last."""
+    _opened: dict[int, SourceShards] = field(default_factory=dict)
+    """Windows that were used last."""
     _data: Dataset | None = None
 
     @property
@@ -519,35 +528,32 @@ class Stream:
                 break
             if status.error is not None:
                 raise StreamError(str(status.error)) from status.error
-            units = "samples" if self.recipe.unit == "num_samples" else "rows"
-            end = f"{why} needs {counted(missing, units)} more; {remedy}"
+            units, fault = "samples" if self.recipe.unit == "num_samples" else "rows", ""
             if status.has_ended:
+                fault = f"the stream ended after {counted(self.stop, units)}"
+            else:
+                follow(status.seconds)
+                if status.seconds > self.timeout:
+                    fault = f"no new row for {status.seconds:,.0f} seconds (data.streaming_timeout)"
+            if fault:
                 raise StreamError(
-                    f"{self.recipe.path}: the stream ended after {counted(self.stop, units)}; {end}"
+                    f"{self.recipe.path}: {fault}; {why} needs {counted(missing, units)} more; {remedy}"
                 )
-            if status.seconds > self.timeout:
-                raise StreamError(
-                    f"{self.recipe.path}: no new row for {status.seconds:,.0f} seconds (data.streaming_timeout); {end}"
-                )
-            follow(status.seconds)
-        self._compare()
-
-    def _compare(self) -> None:
-        """Raise StreamError where the windows are not those that the checkpoint was trained on."""
+        # The rows that were read have to be those that the checkpoint was trained on.
         if self.expected is None:
             return
         number, digest = self.expected
         found = next((window for window in self.windows if window["number"] == number), None)
         if found is None or found["digest"] != digest:
             raise StreamError(
-                f"{self.recipe.path}: the rows that the checkpoint was trained on are not those that are recorded, or "
-                "read again; expected the same rows; bring the files back as they were, or begin a new run"
+                f"{self.recipe.path}: the rows differ from those that the checkpoint was trained on; expected the "
+                "same; bring the files back as they were, or begin a new run"
             )
         self.expected = None
 
     def at(self, start: int, stop: int, seed: int | None) -> tuple[Dataset, list[int]]:
-        """The samples at positions that are known: a data set, and their indices in it. ``seed``: of the permutation of
-        each window; None: in the order of rows.
+        """The samples at known positions: a data set, and their indices in it. ``seed``: that of each window's
+        permutation; without one the samples are in the order of rows.
         """
         windows = [w for w in self.windows if w["first"] < stop and w["first"] + w["size"] > start]
         if not windows or windows[0]["first"] > start:
@@ -555,10 +561,12 @@ class Stream:
                 f"{self.recipe.path}: position {start:,} is before the oldest window that is recorded; expected the "
                 "newest checkpoint, from which on they are kept; resume from that one"
             )
+        # Open the windows, keeping those that are open.
         if self._data is None or [w["number"] for w in windows] != list(self._opened):
             opened = self._opened
             self._opened = {w["number"]: opened.get(w["number"]) or self.part(w) for w in windows}
             self._data = Dataset(list(self._opened.values()))
+        # The samples at the positions, by the permutation of each window.
         indices: list[int] = []
         before = 0
         for window in windows:
@@ -574,13 +582,13 @@ class Stream:
         """The window that has a position."""
         return next(w for w in self.windows if w["first"] <= position < w["first"] + w["size"])
 
-    def part(self, window: Window) -> SourcePart:
+    def part(self, window: Window) -> SourceShards:
         """A window as a source of samples."""
         names = tuple(window["names"])
-        shards = Shards.of([self.reader.entry(window)])
+        shards = Shards.of([self.reader.shard(window)])
         path, key = self.recipe.path, f"{self.recipe.key} {window['digest']}"
-        part = SourcePart(path, names, 1.0, key, shards, path, (), names)
-        if beyond := part.first_beyond(self.num_ids):
+        part = SourceShards(path, names, 1.0, key, shards, path, (), names)
+        if beyond := part.first_id_over(self.num_ids):
             raise StreamError(
                 f"{beyond[0]}: has token {beyond[1]}, and the model has {self.num_ids:,} rows; expected the model's "
                 "own tokenizer; take added tokens out and name them in tokens.add"
@@ -600,7 +608,9 @@ class Stream:
     def first_rows(self) -> Iterator[AnyRow]:
         """The first rows, read and not rendered."""
         for name, number, record in self.reader.first():
-            yield read_any(record, f"{name}:{number}", self.recipe.columns)
+            row = read_kept(record, f"{name}:{number}", self.recipe.columns)
+            if row is not None:
+                yield row
 
 
 class StreamDataset(Dataset):
@@ -632,20 +642,19 @@ def open_stream(
     compares: bool,
     recording: Recording | None,
 ) -> StreamDataset:
-    """The stream that ``config.train`` names, when its first window is there. ``compares``: whether a row's answers are
-    compared; ``recording``: of the run that trains on it, None: a look at the first rows.
+    """Open the stream that ``config.train`` names, and wait for its first window. ``compares``: whether a row's answers
+    are compared; ``recording``: that of the run that trains on it; without one only the first rows are shown.
     """
     if renderer.image_store is not None:
         raise ConfigError(
-            "data.train is a stream, and the model takes pictures; expected a model of text: the rows of a stream are "
-            "read by a thread of their own, which has no store of pictures; name files without data.streaming"
+            "data.train is a stream, and the model takes pictures; expected a model of text, since a stream has no "
+            "store of pictures; take data.streaming out"
         )
     require_fitting(config, kind)
     ((source, columns),) = sources(config, "train", kind)
-    limits = Limits(max_length, config.too_long, config.min_length, config.without_targets)
-    own_renderer: Renderer = pickle.loads(
-        pickle.dumps(renderer)
-    )  # its template's process is one thread's
+    limits = limits_of(config, max_length)
+    # The process that renders templates serves one thread, so the thread that reads gets a renderer of its own.
+    own_renderer: Renderer = pickle.loads(pickle.dumps(renderer))
     content = f"stream of {source.path} {source.share} {config.streaming_window}"
     path = source.path.removesuffix(":")
     recipe = Recipe(
@@ -654,27 +663,30 @@ def open_stream(
         config.streaming_window,
         "num_groups" if compares else "num_samples",
         columns,
-        lambda records, names: entry_of(records, path, names, columns, limits, own_renderer),
+        lambda records, names: tokenize_records(
+            TokenizeJob(path, names, columns, limits, own_renderer), records
+        ),
     )
 
-    def arrivals_after(position: Position, taken: Taken | None) -> Arrivals:
+    def reader_after(position: Position, taken: SeenFiles | None) -> StreamReader:
         if source.path == ITERABLE:
             return IterableRows(given_iterable(), position)
         return FolderRows(source, config.streaming_settle, position, taken)
 
-    reader: Reader
+    # Show the first rows; or record the stream, on the rank that writes; or read what that rank records.
+    reader: WindowReader
     if recording is None:
         if source.path == ITERABLE:
             raise ConfigError(
-                "data.train is an iterable, and rows that are looked at would be gone from it; expected files to look "
-                "at; name some (a run looks at its first window before it trains)"
+                "data.train is an iterable, and rows that are looked at would be gone from it; expected files; name "
+                "some (a run looks at its first window before it trains)"
             )
-        reader, gather = Preview(recipe, arrivals_after(START, None)), None
+        reader, gather = Preview(recipe, reader_after(START, None)), None
     else:
         directory, gather = cache.directory_of(config.cache), recording.gather
         if recording.is_writer:
             reader = Recorder(
-                directory, recording.out, recipe, arrivals_after, goes_on=recording.goes_on
+                directory, recording.out, recipe, reader_after, goes_on=recording.goes_on
             )
         else:
             reader = Recorded(folder_of(directory, recording.out))
@@ -691,6 +703,7 @@ def open_stream(
 
 def _first_window(stream: Stream) -> Window:
     """The first window; the process that reads waits for it, the others come after it."""
+    # A rank that does not write finds the window that the first rank has recorded.
     recipe, reader = stream.recipe, stream.reader
     if type(reader) is Recorded:
         record = _read_record(reader.folder)
@@ -701,7 +714,7 @@ def _first_window(stream: Stream) -> Window:
             )
         return record["windows"][0]
     waits = f"waits for the first {counted(recipe.num_rows, 'rows')} of {recipe.path}"
-    with told_when_slow(waits):
+    with warn_if_slow(waits):
         while True:
             status = reader.status(-1)
             if status.windows:
@@ -715,7 +728,7 @@ def _first_window(stream: Stream) -> Window:
                 )
             if status.seconds > stream.timeout:
                 raise StreamError(
-                    f"{recipe.path}: no new row for {status.seconds:,.0f} seconds (data.streaming_timeout), and the "
-                    f"first window has fewer than {counted(recipe.num_rows, 'rows')}; expected more; lower "
-                    "data.streaming_window, or begin again when they are there"
+                    f"{recipe.path}: no new row for {status.seconds:,.0f} seconds (data.streaming_timeout); expected "
+                    f"{counted(recipe.num_rows, 'rows')} for the first window; lower data.streaming_window, or "
+                    "begin again later"
                 )

@@ -6,60 +6,64 @@ Reads no file and prints nothing; ``report.py`` computes the metrics.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
-from pydantic import Field
-
-from taut.config import configclass
-from taut.data.prompts import PromptRow
+from taut.data.rows.messages import Message
+from taut.data.rows.prompts import PromptRow
 from taut.errors import DataError
 from taut.evals.report import Answer
-from taut.inference.engine import Engine, OnDone, Sampling
-from taut.rewards import Answered, Panel
+from taut.inference.engine import Engine, OnDone
+from taut.inference.settings import Sampling
+from taut.rewards.reward_set import RewardSet
+from taut.rewards.verifier import RewardInput
 from taut.types import Completion, FinishReason
-
-
-@configclass
-class EvalSampling(Sampling):
-    """Sampling of answers: greedy, unless a temperature is set."""
-
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Divides the logits. 0, the default of evaluations, always takes the most likely token."""
 
 
 def answer(
     engine: Engine,
     rows: Sequence[PromptRow],
     sampling: Sampling,
-    panel: Panel | None,
+    reward_set: RewardSet | None,
     on_done: OnDone | None = None,
 ) -> list[Answer]:
-    """The answers to every row, in the order of rows and samples, with scores if there is a panel."""
-    return judge(rows, engine.generate([row.as_prompt() for row in rows], sampling, on_done), panel)
+    """The answers to every row, in the order of rows and samples, with scores if there is a reward set."""
+    return judge(
+        rows, engine.generate([row.as_prompt() for row in rows], sampling, on_done), reward_set
+    )
 
 
-def answered(
-    row: PromptRow, text: str, *, num_tokens: int, finish_reason: FinishReason
-) -> Answered:
-    """A completion of a row as rewards judge it."""
-    return Answered(
-        text=text,
+def to_reward_input(
+    row: PromptRow,
+    text: str,
+    *,
+    num_tokens: int | None = None,
+    finish_reason: FinishReason = "stop",
+    prompt: tuple[Message, ...] | str | None = None,
+    messages: tuple[Message, ...] = (),
+) -> RewardInput:
+    """Return an answer to a row as rewards get it. ``num_tokens``: of a completion, which continues the beginning that
+    its prompt gives; None: a text that was not sampled, such as a reference. ``prompt``: by default the row's.
+    """
+    is_sampled = num_tokens is not None
+    return RewardInput(
+        text=row.beginning + text if is_sampled else text,
         references=row.references,
         row=row.columns,
         num_tokens=num_tokens,
         finish_reason=finish_reason,
-        prompt=row.prompt,
+        prompt=row.asked if prompt is None else prompt,
+        opened=row.opened if is_sampled else "",
+        messages=messages,
     )
 
 
 def judge(
-    rows: Sequence[PromptRow], completions: Sequence[Completion], panel: Panel | None
+    rows: Sequence[PromptRow], completions: Sequence[Completion], reward_set: RewardSet | None
 ) -> list[Answer]:
     """Completions of ``rows`` with their scores."""
     by_id = {row.id: row for row in rows}
-    finished = [c for c in completions if panel is not None and c.finish_reason != "error"]
+    finished = [c for c in completions if reward_set is not None and c.finish_reason != "error"]
     shown = [
-        answered(
+        to_reward_input(
             by_id[c.prompt_id],
             c.text,
             num_tokens=int(c.ids_N.size),
@@ -67,20 +71,23 @@ def judge(
         )
         for c in finished
     ]
-    verdicts = panel.grade(shown) if panel is not None else []
-    scores = {id(c): verdict.parts for c, verdict in zip(finished, verdicts, strict=True)}
+    reward_results = reward_set.grade(shown) if reward_set is not None else []
+    scores = {
+        id(c): reward_result.parts
+        for c, reward_result in zip(finished, reward_results, strict=True)
+    }
     return [Answer(by_id[c.prompt_id], c, scores.get(id(c), {})) for c in completions]
 
 
-def require_scorable(rows: Sequence[PromptRow], panel: Panel, max_errors: float) -> None:
+def require_scorable(rows: Sequence[PromptRow], reward_set: RewardSet, max_errors: float) -> None:
     """Raise DataError, before anything is generated, where too many references are unusable for taut's own rewards."""
-    labels = [part.label for part in panel.parts if part.verifier.needs_reference]
+    labels = [part.label for part in reward_set.parts if part.verifier.needs_reference]
     with_reference = [row for row in rows if row.references]
-    verdicts = panel.grade(
-        [as_answer(row, row.references[0]) for row in with_reference], labels, are_bare=True
+    reward_results = reward_set.grade(
+        [to_reward_input(row, row.references[0]) for row in with_reference], labels, extract=False
     )
     for label in labels:
-        scores = [verdict.parts[label] for verdict in verdicts]
+        scores = [reward_result.parts[label] for reward_result in reward_results]
         errors = [
             (row, score.error)
             for row, score in zip(with_reference, scores, strict=True)
@@ -92,8 +99,3 @@ def require_scorable(rows: Sequence[PromptRow], panel: Panel, max_errors: float)
                 f"{row.place}: {label}: {reason}; so {len(errors)} of {len(with_reference)} references; "
                 f"expected at most {max_errors:.0%}"
             )
-
-
-def as_answer(row: PromptRow, text: str) -> Answered:
-    """A text as if it were an answer to a row."""
-    return Answered(text=text, references=row.references, row=row.columns, prompt=row.prompt)

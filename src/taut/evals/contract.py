@@ -6,7 +6,7 @@
     stops      the stop set: id, token, why
     goldens    prompts (messages or text, and their ids), the greedy continuation of each, the logprob of each of its
                ids at temperature 1, and its margin: the distance to the runner-up, in nats
-    checks     comparisons of the model in training, the merged and the reloaded one (``taut.evals.reload``)
+    checks     comparisons of the model in training, the merged and the reloaded one (``taut.evals.round_trip``)
 
 Golden prompts are a few prompts that a server can render by itself: the messages before the first learned turn of a
 row, its ``prompt``, or the beginning of a document. The answer is greedy. Its logprobs and margins come from one
@@ -32,19 +32,20 @@ from importlib.metadata import version
 from io import BytesIO
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pydantic
 import torch
 from PIL import Image, ImageDraw
-from pydantic import Field
+from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import configclass
-from taut.data.cache import default_directory
-from taut.data.chat_template import Text
-from taut.data.messages import (
+from taut.data.packing import ALONE, pack
+from taut.data.render.chat_template import Text
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import StopSet
+from taut.data.rows.messages import (
     DEFAULT_MEDIA,
     Completion,
     Conversation,
@@ -55,11 +56,9 @@ from taut.data.messages import (
     Tool,
     read_content,
 )
-from taut.data.packing import ALONE, pack
-from taut.data.render import Renderer
-from taut.data.stop_tokens import StopSet
+from taut.data.store.cache import default_directory
 from taut.errors import CheckFailed, ModelError
-from taut.evals.reload import (
+from taut.evals.round_trip import (
     Comparison,
     Room,
     Trained,
@@ -69,9 +68,11 @@ from taut.evals.reload import (
     require_sound,
     room_for,
 )
-from taut.inference.engine import Sampling
+from taut.evals.settings import ContractConfig
 from taut.inference.local import LocalEngine
+from taut.inference.settings import Sampling
 from taut.io import files
+from taut.io.temporary import TemporaryFolder
 from taut.models import architecture
 from taut.models.architecture import text_config
 from taut.models.load import (
@@ -80,22 +81,24 @@ from taut.models.load import (
     is_reward_config,
     load_config,
     load_tokenizer,
+    quiet_library,
 )
 from taut.models.save import FILES as PROCESSOR_FILES
+from taut.models.save import generation_to_save, serving_tokenizer
 from taut.models.scorer import Scorer
 from taut.types import IntArray, Prompt, Sample
-from taut.vision.content import ImagesConfig
 from taut.vision.image_store import ImageStore, open_image_store
+from taut.vision.settings import ImagesConfig
 
 SIZE = (112, 84)
 """Width and height: of several patches, and not square."""
-COLOURS = ("white", "red", "blue", "green", "yellow", "black", "orange", "purple")
+COLORS = ("white", "red", "blue", "green", "yellow", "black", "orange", "purple")
 
 
 def drawn(number: int) -> str:
-    """The ``number``-th picture, as a data URL: two rectangles whose colours and places depend on ``number``."""
+    """The ``number``-th picture, as a data URL: two rectangles whose colors and places depend on ``number``."""
     width, height = SIZE
-    background, large, small = (COLOURS[(number + step) % len(COLOURS)] for step in (0, 1, 2))
+    background, large, small = (COLORS[(number + step) % len(COLORS)] for step in (0, 1, 2))
     shift = 7 * (number % 4)
     image = Image.new("RGB", SIZE, background)
     pen = ImageDraw.Draw(image)
@@ -109,7 +112,7 @@ def drawn(number: int) -> str:
 PROMPT_TOKENS = 1024
 """Longer prompts are skipped: a golden prompt must be replayed in seconds."""
 PICTURE_TOKENS = 4096
-"""The same for prompts with pictures."""
+"""Longest prompt with pictures."""
 SEARCHED_ROWS = 1000
 """Rows searched for golden prompts."""
 DOCUMENT_CHARACTERS = 200
@@ -120,16 +123,6 @@ BUILT_IN = ("Hi", "Which city is the capital of France?", "Count from one to fiv
 ABOUT_A_PICTURE = "Which colours are in this picture?"
 
 
-@configclass
-class ContractConfig:
-    """The golden prompts in model/contract.json."""
-
-    prompts: Annotated[int, Field(ge=0)] = 4
-    """Number of prompts (of data.eval, else of the training data) that are saved with the model's answers; 0: none."""
-    max_new_tokens: Annotated[int, Field(ge=1)] = 32
-    """Tokens an answer may have."""
-
-
 @dataclass(frozen=True)
 class Question:
     """A prompt as a server can render it itself: messages, or text."""
@@ -137,7 +130,7 @@ class Question:
     id: str
     ids: list[int]
     messages: list[Message] | None = None
-    """As JSON has them: a picture is a data URL."""
+    """Messages as in JSON: a picture is a data URL."""
     tools: list[Tool] | None = None
     text: str | None = None
 
@@ -180,14 +173,14 @@ def choose_questions(rows: Iterable[Row], renderer: Renderer, count: int) -> lis
     model takes pictures and none of these has one.
     """
     takes_pictures = renderer.image_store is not None and renderer.template.template is not None
-    if (
-        renderer.image_store is not None
-    ):  # as in taut verify: a run's limits on pictures are not the model's
+    if renderer.image_store is not None:
+        # as in taut verify: a run's limits on pictures are not the model's
         processor, day = renderer.image_store.processor, renderer.template.day
         image_store = ImageStore(processor, ImagesConfig(), default_directory() / "pictures")
         template = renderer.template.template
         renderer = Renderer(renderer.tokenizer, template, image_store=image_store)
         renderer.template.day = day
+    # different prompts, none too long
     chosen: dict[tuple[object, ...], Question] = {}
     for row in islice(rows, SEARCHED_ROWS):
         if len(chosen) >= count:
@@ -198,6 +191,7 @@ def choose_questions(rows: Iterable[Row], renderer: Renderer, count: int) -> lis
         longest = PICTURE_TOKENS if question.pictures else PROMPT_TOKENS
         if 0 < len(question.ids) <= longest:
             chosen.setdefault((*question.ids, *question.pictures), question)
+    # one with a picture at least
     questions = list(chosen.values())
     if takes_pictures and not any(question.pictures for question in questions):
         question = question_of(_about_a_picture(), renderer, f"prompt {len(questions) + 1}")
@@ -207,14 +201,16 @@ def choose_questions(rows: Iterable[Row], renderer: Renderer, count: int) -> lis
 
 def question_of(row: Row, renderer: Renderer, name: str, first_picture: int = 0) -> Question | None:
     """The question in a row: the messages before its first learned turn, its prompt, or a document's beginning; None if
-    the first turn is learned, or the row has values of its own for the template's variables, which a server would have
-    to be told. Drawn pictures, numbered from ``first_picture``, replace those of the row.
+    the first turn is learned, or a server would render the row otherwise: it has values of its own for the template's
+    variables, or control tokens that are text. Drawn pictures, numbered from ``first_picture``, replace those of the
+    row.
     """
     name = f"{name} ({PurePath(row.place).name})"  # no path of this machine
     if not isinstance(row, Conversation):
-        text = (
-            row.prompt if isinstance(row, Completion) else row.text[:DOCUMENT_CHARACTERS].rstrip()
-        )
+        if isinstance(row, Completion):
+            text = row.prompt
+        else:
+            text = row.text[:DOCUMENT_CHARACTERS].rstrip()
         return Question(name, text_ids(text, renderer), text=text)
     if row.template_variables:
         return None
@@ -232,6 +228,9 @@ def question_of(row: Row, renderer: Renderer, name: str, first_picture: int = 0)
         messages.append({**message, "content": content})
     if not messages:
         return None
+    template = renderer.template
+    if template.is_as_text and template.apply(messages, row.tools, name).has_marks:
+        return None
     question = Question(name, [], messages=messages, tools=list(row.tools) or None)
     return replace(question, ids=rendered(question, renderer))
 
@@ -239,11 +238,9 @@ def question_of(row: Row, renderer: Renderer, name: str, first_picture: int = 0)
 def text_ids(text: str, renderer: Renderer) -> list[int]:
     """The ids of a text to be continued: with the tokenizer's bos, without the eos it may append."""
     key = Text(text, is_rendering=False)
-    ids = renderer.template.encode([key])[key]
-    ends = ids[-1:] == [renderer.tokenizer.eos_token_id] and not text.endswith(
-        str(renderer.tokenizer.eos_token)
-    )
-    return ids[:-1] if ends else ids
+    ids, tokenizer = renderer.template.encode([key])[key], renderer.tokenizer
+    is_own = text.endswith(str(tokenizer.eos_token))
+    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not is_own else ids
 
 
 def rendered(question: Question, renderer: Renderer) -> list[int]:
@@ -290,6 +287,7 @@ def answer(
     num_tokens: int,
 ) -> list[Golden]:
     """The greedy answers of the model in ``scorer``. Questions that leave no room for an answer are skipped."""
+    # greedy answers
     context = context_length(text_config(scorer.model))
     engine = LocalEngine(scorer, renderer.tokenizer, stop_ids, context=context)
     questions = [q for q in questions if engine.context is None or len(q.ids) < engine.context]
@@ -298,6 +296,7 @@ def answer(
     goldens = []
     for question, prompt, completion in zip(questions, prompts, completions, strict=True):
         assert completion.finish_reason != "error", f"{question.id}: {completion.error}"
+        # their logprobs and margins, from one forward
         logp_NV = logps_of(scorer, prompt, completion.ids_N)
         target_N1 = torch.from_numpy(completion.ids_N)[:, None].to(logp_NV.device)
         logp_N = logp_NV.gather(1, target_N1).squeeze(1)
@@ -317,7 +316,7 @@ def answer(
 
 @torch.no_grad()
 def logps_of(scorer: Scorer, prompt: Prompt, ids_N: IntArray) -> torch.Tensor:
-    """The logprobs [N, V] of every token where each id of an answer stands, from one forward over prompt and answer."""
+    """The logprobs [N, V] of every token at the place of each id of an answer, from one forward over both."""
     ids_T = np.concatenate([prompt.ids_T, ids_N])
     at_N = np.arange(prompt.ids_T.size, ids_T.size)
     sample = Sample("golden", ids_T, at_N, np.ones(at_N.size), prompt.media)
@@ -378,27 +377,12 @@ class Facts:
     pad: dict[str, int | None]
     generation_config: dict[str, Any]
     processor: str | None = None
-    """SHA-256 of the files that describe the processing of pictures; None: the model takes no pictures."""
-
-
-@dataclass(frozen=True, eq=False)
-class Origin:
-    """The source of a saved model: the part of its contract that is not in its files."""
-
-    trained: Trained
-    questions: Sequence[Question]
-    """As rendered in training."""
-    stops: StopSet
-    config: ContractConfig
-    device: torch.device
-    trust_remote_code: bool = False
-    adapted: Callable[[], Scorer] | None = None
-    """Loads the base model with the saved adapter."""
+    """SHA-256 of the files that describe the processing of pictures; None if the model takes none."""
 
 
 @dataclass(frozen=True)
 class Contract:
-    """The file."""
+    """The contents of ``contract.json``."""
 
     versions: dict[str, str]
     facts: Facts
@@ -412,28 +396,42 @@ class Contract:
     format: int = FORMAT
 
 
-def seal(directory: Path, origin: Origin, report: Callable[[Comparison], None]) -> Contract:
-    """Prove that ``directory`` holds the trained model, ask it the golden prompts, and write its contract.
+@dataclass(frozen=True, eq=False)
+class SavedModelTest:
+    """The test of a saved model: what it is compared with, and what it is asked."""
 
-    ``report`` is called with every comparison. Raises CheckFailed where one failed; then nothing is written.
-    """
-    trained = origin.trained
-    use = room_for(trained.model, origin.device), origin.trust_remote_code
-    tokenizer, reloaded, goldens, note = _ask_saved(
-        directory, origin.questions, origin.stops, origin.config, use
-    )
-    checks = compare_saved(trained, reloaded)
-    del reloaded  # before another model is loaded
-    if origin.adapted is not None:
-        checks.append(compare_adapted(trained, origin.adapted()))
-    for check in checks:
-        report(check)
-    require_sound(checks)
-    facts = facts_of(directory, tokenizer, origin.trust_remote_code)
-    return _write(directory, facts, tokenizer, origin.stops, origin.config, goldens, checks, note)
+    trained: Trained
+    questions: Sequence[Question]
+    """Questions with the ids that training rendered."""
+    stops: StopSet
+    config: ContractConfig
+    device: torch.device
+    trust_remote_code: bool = False
+    adapted: Callable[[], Scorer] | None = None
+    """Loads the base model with the saved adapter."""
+
+    def run(self, directory: Path, report: Callable[[Comparison], None]) -> Contract:
+        """Prove that ``directory`` holds the trained model, ask it the golden prompts, and write its contract.
+
+        ``report`` is called with every comparison. Raises CheckFailed where one failed; then nothing is written.
+        """
+        # ask it first: to compare it changes its weights
+        use = room_for(self.trained.model, self.device), self.trust_remote_code
+        tokenizer, reloaded, goldens, note = _ask_saved(
+            directory, self.questions, self.stops, self.config, use
+        )
+        checks = compare_saved(self.trained, reloaded)
+        del reloaded  # before another model is loaded
+        if self.adapted is not None:
+            checks.append(compare_adapted(self.trained, self.adapted()))
+        for check in checks:
+            report(check)
+        require_sound(checks)
+        trust = self.trust_remote_code
+        return _write(directory, tokenizer, trust, self.stops, self.config, goldens, checks, note)
 
 
-def seal_best(
+def write_best_contract(
     directory: Path, stops: StopSet, config: ContractConfig, trust_remote_code: bool
 ) -> None:
     """Write the contract of a model that is saved during training: the facts in its files, and no answers yet."""
@@ -442,11 +440,10 @@ def seal_best(
     note = later if config.prompts else "contract.prompts=0"
     if is_reward_config(load_config(str(directory), trust_remote_code)):
         note = SILENT
-    facts = facts_of(directory, tokenizer, trust_remote_code)
-    _write(directory, facts, tokenizer, stops, config, note=note)
+    _write(directory, tokenizer, trust_remote_code, stops, config, note=note)
 
 
-def answer_best(
+def complete_best_contract(
     directory: Path,
     questions: Sequence[Question],
     stops: StopSet,
@@ -455,8 +452,7 @@ def answer_best(
 ) -> None:
     """Complete that contract after training. ``use``: the room, and whether the model's own code may run."""
     tokenizer, _, goldens, note = _ask_saved(directory, questions, stops, config, use)
-    facts = facts_of(directory, tokenizer, use[1])
-    _write(directory, facts, tokenizer, stops, config, goldens, note=note)
+    _write(directory, tokenizer, use[1], stops, config, goldens, note=note)
 
 
 def _ask_saved(
@@ -467,11 +463,12 @@ def _ask_saved(
     use: tuple[Room, bool],
 ) -> tuple[PreTrainedTokenizerBase, Scorer, list[Golden], str | None]:
     """The tokenizer and the model of a saved directory, the golden answers, and why there are none. ``use``: see
-    ``answer_best``. Raises CheckFailed where the tokenizer renders a prompt otherwise than in training.
+    ``complete_best_contract``. Raises CheckFailed where the tokenizer renders a prompt otherwise than in training.
     """
     room, trust_remote_code = use
     path = str(directory)
     tokenizer = load_tokenizer(path, trust_remote_code)
+    # the saved files render the prompts as training did
     image_store = open_image_store(
         path,
         load_config(path, trust_remote_code),
@@ -487,6 +484,7 @@ def _ask_saved(
                 f"{question.id}: the saved tokenizer and template render other ids than training did; expected the "
                 "same; nothing was put in place; please report the model"
             )
+    # the saved weights answer
     reloaded = load_anew(path, room, trust_remote_code)
     stateful = architecture.stateful_layers(reloaded.model)
     goldens: list[Golden] = []
@@ -514,15 +512,9 @@ def read_contract(directory: Path) -> Contract:
         elif (directory / "model" / FILE).is_file():
             remedy = f"expected a model directory; did you mean {directory / 'model'}?"
         elif (directory / "adapter_config.json").is_file():
-            remedy = (
-                "it is an adapter, of which there is none; merge it (taut merge BASE ADAPTER out=DIR) "
-                "and verify that"
-            )
+            remedy = "it is an adapter; merge it (taut merge BASE ADAPTER out=DIR) and verify that"
         else:
-            remedy = (
-                "expected a model directory that taut wrote (taut sft, taut merge): only for one of those is it known "
-                "what the model should answer"
-            )
+            remedy = "expected a model directory that taut wrote (taut sft, taut merge); name one"
         raise ModelError(f"{directory} has no {FILE}; {remedy}") from None
     except OSError as error:
         raise ModelError(f"{file} cannot be read ({error.strerror}); make it readable") from error
@@ -538,40 +530,84 @@ def read_contract(directory: Path) -> Contract:
         raise
     except (ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"{file} is not a contract: {reason}; save the model again with taut"
-        ) from error
+        message = f"{file} is not a contract: {reason}; save the model again with taut"
+        raise ModelError(message) from error
 
 
 def _write(
     directory: Path,
-    facts: Facts,
     tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool,
     stops: StopSet,
     config: ContractConfig,
     goldens: Sequence[Golden] = (),
     checks: Sequence[Comparison] = (),
     note: str | None = None,
 ) -> Contract:
-    """Write the contract of a directory with these facts. ``tokenizer`` is the one loaded from it."""
-    reasons = stops.reasons
-    tokens = tokenizer.convert_ids_to_tokens(list(reasons))
+    """Write the contract of a directory, with the facts in its files. ``tokenizer`` is the one loaded from it."""
     contract = Contract(
         versions={name: version(name) for name in VERSIONS},
-        facts=facts,
-        stops=[
-            Stop(index, str(token), reasons[index])
-            for index, token in zip(reasons, tokens, strict=True)
-        ],
+        facts=facts_of(directory, tokenizer, trust_remote_code),
+        stops=_listed(stops, tokenizer),
         goldens=list(goldens),
         tokens=config.max_new_tokens,
         note=note,
         checks=list(checks),
     )
+    _put(directory, contract)  # in place of a best model's
+    return contract
+
+
+def _listed(stops: StopSet, tokenizer: PreTrainedTokenizerBase) -> list[Stop]:
+    tokens = tokenizer.convert_ids_to_tokens(list(stops.reasons))
+    pairs = zip(stops.reasons.items(), tokens, strict=True)
+    return [Stop(index, str(token), reason) for (index, reason), token in pairs]
+
+
+def _put(directory: Path, contract: Contract) -> None:
     text = pydantic.TypeAdapter(Contract).dump_json(contract, indent=1).decode()
     text = NUMBERS.sub(lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
-    files.write_text(directory / FILE, text + "\n")  # replaces that of a best model
-    return contract
+    files.write_text(directory / FILE, text + "\n")
+
+
+_NAMING_ENDS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
+"""Files that say where answers end."""
+
+
+def rewrite_stops(
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: StopSet,
+    trust_remote_code: bool = False,
+) -> None:
+    """Write this stop set into tokenizer, config, generation_config and contract of a saved model. Weights and golden
+    answers stay as they are. ``tokenizer`` is the one loaded from ``directory``, with one chat template or none.
+    """
+    contract, generation = read_contract(directory), None
+    template = tokenizer.chat_template
+    # the files as a save would write them; of these, those that name ends
+    served = serving_tokenizer(tokenizer, stops.ids, None if template is None else str(template))
+    with TemporaryFolder("stops") as place, quiet_library():
+        if (directory / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(directory)
+        generation_to_save(generation, served, stops.ids).save_pretrained(place)
+        served.save_pretrained(place)
+        config = files.read_json(directory / "config.json")
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict):
+                part |= {"eos_token_id": stops.ids[0], "pad_token_id": served.pad_token_id}
+        (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        names = {file.name for file in place.iterdir()} & {*_NAMING_ENDS}
+        for file in (place / name for name in sorted(names)):
+            files.write_bytes(directory / file.name, file.read_bytes())
+    tokenizer = load_tokenizer(str(directory), trust_remote_code)
+    facts = facts_of(directory, tokenizer, trust_remote_code)
+    _put(directory, replace(contract, stops=_listed(stops, tokenizer), facts=facts))
 
 
 def facts_of(
@@ -581,6 +617,7 @@ def facts_of(
     whole = load_config(str(directory), trust_remote_code)
     config = whole.get_text_config()
     file = directory / "generation_config.json"
+    # the settings of generation, but not who wrote them
     generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     generation = {
         name: value

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from taut.data.messages import text_of
-from taut.data.prompts import PromptRow
+from taut.data.rows.messages import text_of
+from taut.data.rows.prompts import PromptRow
 from taut.evals.statistics import bootstrap_interval, mean, pass_at_k, wilson_interval
 from taut.io.console import counted
-from taut.rewards import Score
+from taut.rewards.verifier import Score
 from taut.types import Completion
 
 STOPPED = "stopped"
@@ -147,6 +147,7 @@ def spaced(answers: Sequence[Answer], limit: int) -> list[Answer]:
 def _metric(
     name: str, answers: Sequence[Answer], scores: Sequence[Score], *, has_pass_at: bool = True
 ) -> Metric:
+    # a prompt counts once
     groups: dict[str, list[float]] = {}
     for answer, score in zip(answers, scores, strict=True):
         if score.value is not None:
@@ -164,6 +165,7 @@ def _metric(
         for answer, score in zip(answers, scores, strict=True)
         if score.error is not None
     ]
+    # pass@k, of right and wrong alone
     pass_at: dict[int, float] = {}
     largest = max(map(len, groups.values()), default=0) if has_pass_at and is_binary else 0
     for k in pass_ks(largest):  # over the prompts with at least k scored completions
@@ -273,7 +275,7 @@ def _samples(answers: Sequence[Answer], names: Sequence[str]) -> Table:
             value = "" if score is None or score.value is None else f"{score.value:g}"
             scores.append("[yellow]error[/yellow]" if is_error else value)
         # the last message to be answered, or the plain prompt; of a long one the beginning and the end
-        prompt = answer.row.prompt
+        prompt = answer.row.asked
         question = prompt if isinstance(prompt, str) else text_of(prompt[-1]["content"])
         if len(question) > CELL:
             question = f"{question[: CELL // 2]} ... {question[-CELL // 2 :]}"

@@ -42,11 +42,11 @@ def wilson_interval(hits: float, trials: int, z: float = 1.959964) -> Interval:
     assert -1e-9 <= hits <= trials + 1e-9, "hits are among the trials"
     rate = min(max(hits / trials, 0.0), 1.0)
     scale = 1 + z * z / trials
-    centre = (rate + z * z / (2 * trials)) / scale
+    center = (rate + z * z / (2 * trials)) / scale
     half = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials)) / scale
-    # at a rate of 0 centre equals half, and their computed difference is rounding
-    low = max(0.0, centre - half) if rate > 0 else 0.0
-    return Interval(low, min(1.0, centre + half) if rate < 1 else 1.0)
+    # at a rate of 0 center equals half, and their computed difference is rounding
+    low = max(0.0, center - half) if rate > 0 else 0.0
+    return Interval(low, min(1.0, center + half) if rate < 1 else 1.0)
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> Interval:
@@ -97,7 +97,7 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Predicted probabilities compared with observed frequencies."""
+    """Predicted probabilities against observed frequencies."""
 
     bins: tuple[Bin, ...]
     error: float
@@ -112,6 +112,7 @@ class Calibration:
 def calibrate(predicted: FloatArray, seen: FloatArray, low: float = 0.0) -> Calibration:
     """Probabilities from ``low`` to 1, and outcomes from 0 to 1, in ten bins of one width."""
     assert predicted.size and predicted.shape == seen.shape, "an outcome for each prediction"
+    # the last bin has its end, too
     edges = np.linspace(low, 1.0, NUM_BINS + 1)
     at = np.clip(np.searchsorted(edges, predicted, side="right") - 1, 0, NUM_BINS - 1)
     bins, error = [], 0.0

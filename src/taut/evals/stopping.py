@@ -12,17 +12,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 
-from taut.config import configclass
 from taut.data.packing import ALONE, pack
 from taut.errors import ConfigError, ModelError
-from taut.inference.engine import Engine, Sampling
+from taut.evals.settings import StopCheckConfig
+from taut.inference.engine import Engine
 from taut.inference.local import LocalEngine
+from taut.inference.settings import Sampling
 from taut.models.scorer import evaluating
 from taut.train.oom import require_room
 from taut.train.trainer import Trainer
@@ -39,27 +39,13 @@ ROOMIER = "set a smaller stop_check.prompts or stop_check.max_new_tokens"
 """The remedy in an out-of-memory error."""
 
 
-@configclass
-class StopCheckConfig:
-    """The check that the trained model ends its answers, before it is saved."""
-
-    prompts: Annotated[int, Field(ge=0)] = 16
-    """Number of held-out prompts (training prompts without data.eval). 0 disables the check."""
-    max_new_tokens: Annotated[int, Field(ge=2)] = 64
-    """Tokens in which an answer must end."""
-    min_share: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Smallest share of answers that must end; below it the run reports the share and the likely cause."""
-    required: bool = False
-    """Fail the run where fewer end, and write no model; the training state is kept."""
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class StopPrompt:
     """A prompt and its reference answer."""
 
     prompt: Prompt
     reference: Sample | None
-    """Prompt and answer; the only target is the token that ends the answer. None: no answer is known."""
+    """Prompt and answer, whose only target is the token that ends it; None if no answer is known."""
     is_begun: bool
     """Whether the prompt holds a part of the answer."""
 
@@ -107,12 +93,12 @@ class Stops:
             )
         if not self.is_taught:
             return (
-                f"{where} only: the model does not end its answers, or no longer, and comparing them hardly teaches "
-                "it; begin with one that does (`taut eval` says, `taut sft` teaches it), or lower optim.learning_rate"
+                f"{where} only: the model does not end its answers, or no longer; begin with one that does (`taut "
+                "eval` says, `taut sft` teaches it), or lower optim.learning_rate"
             )
         return (
             f"{where} only: the model has not learned to end; train longer or with a higher optim.learning_rate, and "
-            "look at `taut show`, which marks the end of each answer as a target"
+            "see in `taut show` that ends are targets"
         )
 
     def __str__(self) -> str:
@@ -143,6 +129,7 @@ def choose(
     seed: int,
 ) -> list[StopPrompt]:
     """Prompts with different beginnings whose answers end with one of ``stop_ids``; a function of ``seed``."""
+    # different prompts in a random order, of which not all end
     order = np.random.default_rng([seed, len(data)]).permutation(len(data))
     chosen: dict[tuple[bytes, ...], StopPrompt] = {}
     for index in order[: config.prompts * SEARCHED]:
@@ -159,7 +146,7 @@ def choose(
 def _stop_prompt(
     sample: Sample | Prompt, stop_ids: Sequence[int], tokens: int
 ) -> StopPrompt | None:
-    """The prompt before a sample's last answer; None where the answer was cut before its end, or is labelled bad."""
+    """The prompt before a sample's last answer; None where the answer was cut before its end, or is labeled bad."""
     if isinstance(sample, Prompt):
         return StopPrompt(sample, None, is_begun=False)
     at_N = sample.target_at_N
@@ -167,6 +154,7 @@ def _stop_prompt(
         return None
     if not at_N.size or sample.ids_T[at_N[-1]] not in stop_ids:
         return None
+    # the last answer, from its own half of the tokens on
     end = int(at_N[-1])
     breaks = np.flatnonzero(np.diff(at_N) > 1)
     start = int(at_N[breaks[-1] + 1]) if breaks.size else int(at_N[0])
@@ -190,7 +178,7 @@ class StopCheck:
     """Why the check cannot run."""
     is_taught: bool = True
     remedy: str = ""
-    """As in ``Stops``."""
+    """The method's own remedy, as in ``Stops``."""
 
     def __call__(self) -> Stops | None:
         """Sample the answers, count which end, and emit a ``check`` event; None where it cannot run. All ranks
@@ -201,11 +189,13 @@ class StopCheck:
                 "check", name="stop", outcome="skipped", value=None, detail=self.obstacle
             )
             return None
+        # sample the answers
         sampling = Sampling(max_new_tokens=self.config.max_new_tokens, seed=self.seed)
         prompts = [chosen.prompt for chosen in self.prompts]
         generate = partial(self.engine.generate, prompts, sampling)
         completions = require_room(generate, "asked whether its answers end", ROOMIER)
         endless = [completion for completion in completions if completion.finish_reason != "stop"]
+        # the probability of the end token where the data's answers end
         references = [c.reference for c in self.prompts if c.reference is not None]
         end_probability = None
         if references:
@@ -213,6 +203,7 @@ class StopCheck:
             with evaluating(scorer), torch.no_grad(), self.trainer.compute():
                 logps = [float(scorer(pack([sample], ALONE)).logp_N[0]) for sample in references]
             end_probability = math.exp(sum(logps) / len(logps))
+        # judge and report
         stops = Stops(
             num_asked=len(completions),
             num_ended=len(completions) - len(endless),
@@ -262,7 +253,7 @@ def unasked(config: StopCheckConfig, trainer: Trainer, seed: int, obstacle: str)
     """The check of a run in which it cannot run. Raises ConfigError if it is required."""
     if config.required:
         raise ConfigError(
-            f"stop_check.required=true and it cannot be asked whether the model ends its answers: {obstacle}; set "
-            "stop_check.required=false, or remove the obstacle"
+            f"stop_check.required=true cannot be checked: {obstacle}; set stop_check.required=false, or remove the "
+            "obstacle"
         )
     return StopCheck([], None, config, trainer, seed, obstacle)

@@ -1,11 +1,11 @@
-"""What every engine takes and returns; sampled ids -> text, and where a stop string ends it.
+"""Interface of engines: what they take and return; sampled ids -> text, cut at a stop string.
 
     engine.generate(prompts, sampling) -> completions
     engine.update(version)                                 from now on with the weights after that step
 
 Tokens are drawn from the model's distribution after, in this order (the library's): the repetition penalty
 (arXiv:1909.05858) over the ids of prompt and completion, temperature, top-k, top-p (arXiv:1904.09751), min-p
-(arXiv:2407.01082); then it is renormalised. Temperature 0 takes the most likely token.
+(arXiv:2407.01082); then it is renormalized. Temperature 0 takes the most likely token.
 
 A character may take several tokens, so text is decoded from all ids so far. What follows a stop string is cut from the
 text; the ids stay as they were sampled. Special tokens other than the one that ended the completion stay visible:
@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import field
-from typing import Annotated, Protocol
+from typing import Protocol
 
-from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import configclass
-from taut.errors import ConfigError, DataError, EngineError
+from taut.errors import DataError, EngineError
+from taut.inference.settings import Sampling
 from taut.types import Completion, Prompt
 
 TAIL = 8
@@ -65,58 +63,6 @@ class Texts:
 OnDone = Callable[[Completion], None]
 
 
-COLDEST = 1e-6
-"""The lowest temperature but 0: logits divided by less may not fit into float32."""
-
-
-@configclass
-class Sampling:
-    """How completions are drawn."""
-
-    n: Annotated[int, Field(ge=1)] = 1
-    """Completions of each prompt."""
-    max_new_tokens: Annotated[int, Field(ge=1)] = 256
-    """Tokens a completion may have; then it is cut."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Divides the logits; 0: always the most likely token."""
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """Keep the k most likely tokens; 0: all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keep the fewest tokens that together have this probability."""
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Keep tokens at least this many times as likely as the most likely one."""
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Divides positive and multiplies negative logits of tokens that are in the prompt or the completion."""
-    stop: list[str] = field(default_factory=list)
-    """Texts that end a completion, in addition to the model's own stop set."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the random streams; each prompt and sample has its own, whatever else is in the batch."""
-
-    def __post_init__(self) -> None:
-        if self.n > 1 and self.temperature == 0:
-            raise ConfigError(
-                f"sampling.n={self.n} with temperature=0 gives {self.n} times the same completion; "
-                "set n=1, or a temperature"
-            )
-        if 0 < self.temperature < COLDEST:
-            raise ConfigError(
-                f"sampling.temperature={self.temperature:g} is too low to divide by; expected at least {COLDEST:g}, "
-                "or 0 for the most likely token"
-            )
-        if any(not text for text in self.stop):
-            raise ConfigError("sampling.stop has an empty text; it would stop at once; remove it")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution."""
-        return self.temperature == 1 and self.is_untruncated and self.repetition_penalty == 1
-
-    @property
-    def is_untruncated(self) -> bool:
-        """Whether every token can be drawn."""
-        return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
-
-
 class Engine(Protocol):
     """Continues prompts."""
 
@@ -141,19 +87,18 @@ def require_usable(prompts: Sequence[Prompt], context: int | None) -> None:
     """Raise DataError for prompts no engine can continue. ``context``: the model's, in tokens."""
     seen: set[str] = set()
     for prompt in prompts:
+        fault = ""
         if prompt.ids_T.size == 0:
-            raise DataError(
-                f"{prompt.id}: the prompt has no token; expected at least one; remove it or fill it in"
+            fault = "the prompt has no token; expected at least one; remove it or fill it in"
+        elif prompt.id in seen:
+            fault = "two prompts have this id; expected each once; rename one"
+        elif context is not None and prompt.ids_T.size >= context:
+            fault = (
+                f"the prompt has {prompt.ids_T.size:,} tokens and the model's context is {context:,}; expected room "
+                "for an answer; shorten the prompt or remove it"
             )
-        if prompt.id in seen:
-            raise DataError(
-                f"{prompt.id}: two prompts have this id; expected each once; rename one"
-            )
-        if context is not None and prompt.ids_T.size >= context:
-            raise DataError(
-                f"{prompt.id}: the prompt has {prompt.ids_T.size:,} tokens and the model's context is {context:,}; "
-                "expected room for an answer; shorten the prompt or remove it"
-            )
+        if fault:
+            raise DataError(f"{prompt.id}: {fault}")
         seen.add(prompt.id)
 
 
@@ -167,13 +112,13 @@ def require_text(
     for prompt in prompts:
         if prompt.media:
             raise EngineError(
-                f"{prompt.id}: the prompt has {len(prompt.media)} picture(s), and a server makes of them what its own "
-                f"processor makes, so its tokens need not be taut's; expected text alone; {remedy}"
+                f"{prompt.id}: the prompt has {len(prompt.media)} picture(s), of which a server's own processor may "
+                f"make other tokens; expected text alone; {remedy}"
             )
 
 
 def room(prompt: Prompt, sampling: Sampling, context: int | None) -> int:
-    """How many tokens a completion of ``prompt`` may have."""
+    """The number of tokens that a completion of ``prompt`` may have."""
     limits = [sampling.max_new_tokens]
     if prompt.max_new_tokens is not None:
         limits.append(prompt.max_new_tokens)

@@ -19,6 +19,9 @@ cannot be sent. A request beyond ``max_connections`` is marked ``BUSY`` and serv
 ``NUM_SPARE`` further connections may be open for it, and a new connection closes the one that has waited longest
 without a request that is served. So one can always be closed, and ``/health`` is always reachable. Chunked bodies are
 refused before they are parsed: chunks of one byte cost the event loop more than their senders.
+
+Fewer connections than that are open where the limit of open files (``ulimit -n``) leaves less room. What fails in the
+server is one line on stderr, at most one a minute, and it serves on.
 """
 
 from __future__ import annotations
@@ -28,26 +31,29 @@ import contextlib
 import hmac
 import ipaddress
 import json
-import re
+import logging
+import os
+import resource
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from types import FrameType
-from typing import Annotated, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import h11
 import uvicorn
-from pydantic import Field
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
-from taut.config import configclass
 from taut.errors import ConfigError
+from taut.inference.settings import HOST_NAME, HttpLimits
+from taut.io.console import Printer
 from taut.train.signals import SIGNALS
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -55,7 +61,6 @@ Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
-Seconds: TypeAlias = Annotated[float, Field(gt=0, le=86400)]
 
 HEALTH = "/health"
 """Answered even at ``max_connections`` requests."""
@@ -66,47 +71,6 @@ LINGER = 1.0
 and the client might not see the answer."""
 RETRY = {503: "1"}
 """Seconds after which a client may try again, by status."""
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(?::\d{1,5})?")
-
-
-@configclass
-class HttpLimits:
-    """Limits on what one client may use."""
-
-    hosts: tuple[str, ...] = ()
-    """Additional names of the server in the Host header. The loopback's names, host, and the address of the connection
-    are always accepted. Other names are refused, since a web page can choose them."""
-    max_connections: Annotated[int, Field(ge=1, le=10_000)] = 256
-    """Maximum concurrent requests; at this number only GET /health is answered (others: 503). 32 more connections may
-    be open; a further one replaces the one that has waited longest without a request."""
-    max_url_bytes: Annotated[int, Field(ge=16)] = 2048
-    """Maximum length of the request target (414)."""
-    max_header_bytes: Annotated[int, Field(ge=256)] = 2**14
-    """Maximum size of request line and headers (431)."""
-    max_request_bytes: Annotated[int, Field(ge=1)] = 2**24
-    """Maximum size of a request body (413). It needs a Content-Length: chunked bodies are refused (411)."""
-    max_bytes_in_flight: Annotated[int, Field(ge=1)] = 2**26
-    """Maximum size of all request bodies in memory; more are refused (503)."""
-    header_seconds: Seconds = 10.0
-    """Seconds to send a request's headers; then the connection is closed (408)."""
-    body_seconds: Seconds = 30.0
-    """Seconds to send a request's body (408)."""
-    send_seconds: Seconds = 30.0
-    """Seconds to read an answer; then the connection is closed."""
-    idle_seconds: Seconds = 5.0
-    """Seconds for which a connection stays open after an answer."""
-
-    def __post_init__(self) -> None:
-        if self.max_bytes_in_flight < self.max_request_bytes:
-            raise ConfigError(
-                f"max_bytes_in_flight={self.max_bytes_in_flight:,} is below max_request_bytes="
-                f"{self.max_request_bytes:,}; expected room for one request; raise it"
-            )
-        for name in self.hosts:
-            if not _HOST.fullmatch(name):
-                raise ConfigError(
-                    f"found {name!r} in hosts; expected host names, without scheme and path; correct it"
-                )
 
 
 class Refused(Exception):
@@ -151,7 +115,8 @@ class Guard:
         body = bytearray()
         try:
             try:
-                self._require_allowed(scope)
+                if (refusal := self._refusal(scope)) is not None:
+                    raise refusal
                 is_whole = await self._read(body, receive)
             except Refused as refused:
                 await _refuse(refused, receive, send)
@@ -161,39 +126,42 @@ class Guard:
         finally:
             self._num_bytes_held -= len(body)
 
-    def _require_allowed(self, scope: Scope) -> None:
-        """The checks of request line and headers."""
+    def _refusal(self, scope: Scope) -> Refused | None:
+        """Why a request is refused by its request line and headers; None where it is not."""
+        # Sizes of request line and headers, and the number of requests.
         limits = self._limits
         target = scope["raw_path"]
         num_bytes = len(target) + len(scope["query_string"])
         if num_bytes > limits.max_url_bytes:
-            raise Refused(
+            return Refused(
                 414,
                 f"the request target has {num_bytes:,} bytes; expected at most {limits.max_url_bytes:,}; shorten it",
             )
         if not target.startswith(b"/"):
-            raise Refused(
+            return Refused(
                 400, f"found the request target {target[:60]!r}; expected a path, such as {HEALTH}"
             )
         num_bytes = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if num_bytes > limits.max_header_bytes:
-            raise Refused(
+            return Refused(
                 431,
                 f"the headers have {num_bytes:,} bytes; expected at most {limits.max_header_bytes:,}; send fewer",
             )
         if _is_beyond(scope):
-            raise Refused(
+            return Refused(
                 503,
                 f"{limits.max_connections} requests are being served; expected fewer; try again later",
             )
+        # Who asks: a page of another site, a client without the token.
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        self._require_own_site(headers, scope)
+        if (refused := self._refusal_of_site(headers, scope)) is not None:
+            return refused
         if scope["method"] not in ("GET", "HEAD") and self._key is not None:
             scheme, _, token = headers.get(b"authorization", "").partition(" ")
             is_same = hmac.compare_digest(token.strip().encode(), self._key)
             if scheme.lower() != "bearer" or not is_same:
                 problem = "a token that is not the server's" if token else "no token"
-                raise Refused(
+                return Refused(
                     401,
                     f"Authorization: found {problem}; expected Bearer and the server's token; send it",
                     "Authorization",
@@ -201,20 +169,21 @@ class Guard:
         size = int(headers.get(b"content-length", "0"))
         max_bytes = limits.max_request_bytes if scope["method"] == "POST" else 0
         if size > max_bytes:
-            raise Refused(
+            return Refused(
                 413,
                 f"the request's body has {size:,} bytes; expected at most {max_bytes:,}; send less at a time",
             )
+        return None
 
-    def _require_own_site(self, headers: dict[bytes, str], scope: Scope) -> None:
-        """Host must name this server, and Origin must not be another site's page."""
+    def _refusal_of_site(self, headers: dict[bytes, str], scope: Scope) -> Refused | None:
+        """Why a request is refused whose Host does not name this server, or whose Origin is another site's page."""
         host = headers.get(b"host", "")
         arrived_at = (scope.get("server") or ("",))[0]
-        name = _host_name(host) if _HOST.fullmatch(host) else ""
+        name = _host_name(host) if HOST_NAME.fullmatch(host) else ""
         if not name or not (
             is_loopback(name) or name in self._names or name == _host_name(arrived_at)
         ):
-            raise Refused(
+            return Refused(
                 403,
                 f"Host: found {host[:80]!r}; expected a name of the loopback or one that the server was given; use "
                 "its address, or start the server with hosts=[NAME]",
@@ -226,12 +195,13 @@ class Guard:
         except ValueError:
             is_own = False
         if not is_own or site not in ("none", "same-origin"):
-            raise Refused(
+            return Refused(
                 403,
                 f"Origin: found {(origin or site)[:80]!r}, a request that another site's page makes; expected none, or "
                 "this server's own; ask from a program, or open a page of this server at its address",
                 "Origin",
             )
+        return None
 
     async def _read(self, body: bytearray, receive: Receive) -> bool:
         """Read the whole request into ``body``; False: the client disconnected."""
@@ -294,7 +264,7 @@ class Guard:
 
 
 async def _refuse(refused: Refused, receive: Receive, send: Send) -> None:
-    """Answer, read the rest of the request for a moment, and close the connection."""
+    """Answer a refused request, read the rest of it for a moment, and close the connection."""
     await send(
         {"type": "http.response.start", "status": refused.status, "headers": refused.closing}
     )
@@ -320,7 +290,7 @@ def _host_name(host: str) -> str:
     """The host without port, brackets and trailing dot, in lower case."""
     if host.count(":") > 1 and not host.startswith("["):
         return host.lower()  # an IPv6 address alone
-    match = _HOST.match(host)
+    match = HOST_NAME.match(host)
     return match[1].strip("[]").lower().rstrip(".") if match else ""
 
 
@@ -331,6 +301,10 @@ def _is_beyond(scope: Scope) -> bool:
 
 NUM_SPARE = 32
 """Open connections beyond ``max_connections``."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+NUM_FILES = 16
+"""Descriptors that are left to the application."""
 SHUTDOWN_SECONDS = 30
 """Seconds in which current requests may finish when the server ends."""
 
@@ -385,10 +359,48 @@ def serve_aside(app: App, limits: HttpLimits, listener: socket.socket) -> Callab
     return stop
 
 
+class Sparing(logging.Handler):
+    """Prints a record in one line, at most one a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._silent_until, self._num_unsaid = 0.0, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(record.getMessage(), record.exc_info[1] if record.exc_info else None)
+
+    def say(self, message: str, error: BaseException | None) -> None:
+        if time.monotonic() < self._silent_until:
+            self._num_unsaid += 1
+            return
+        reason = "" if error is None else f": {type(error).__name__}: {error}"
+        more = f" ({self._num_unsaid:,} more since the last line)" if self._num_unsaid else ""
+        line = " ".join(f"{message}{reason}"[:500].split()) + more
+        Printer.on(sys.stderr).write(f"{line}\n")
+        self._silent_until, self._num_unsaid = time.monotonic() + 60, 0
+
+
+def _room(limits: HttpLimits) -> tuple[int, int]:
+    """Requests that are served at a time, and connections, for which there are descriptors."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return limits.max_connections, limits.max_connections + NUM_SPARE
+    left = max(most - len(os.listdir("/dev/fd")) - NUM_FILES, 2)  # noqa: PTH208 (numbers)
+    spare = min(NUM_SPARE, left // 2)
+    num_served = min(limits.max_connections, left - spare)
+    return num_served, num_served + spare
+
+
 def _server(app: App, limits: HttpLimits) -> _Server:
+    num_served, num_open = _room(limits)
+    attributes = {"limits": limits, "num_served": num_served, "num_open": num_open}
+    logger = logging.getLogger("uvicorn.error")
+    logger.handlers, logger.propagate = [Sparing()], False
     config = Config(
         app,
-        http=type("Protocol", (_LimitedProtocol,), {"limits": limits}),
+        http=type("Protocol", (_LimitedProtocol,), attributes),
+        log_config=None,
+        backlog=NUM_FILES // 2,  # accepted at a time: then others can be closed for them
         ws="none",
         lifespan="off",
         log_level="error",
@@ -404,6 +416,15 @@ def _server(app: App, limits: HttpLimits) -> _Server:
 
 class _Server(uvicorn.Server):
     ending: threading.Event | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        sparing = Sparing()
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: sparing.say(context["message"], context.get("exception"))
+        )
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # more wait than are accepted at a time
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.ending is not None:
@@ -429,6 +450,8 @@ class _Connection(h11.Connection):
 
 class _LimitedProtocol(H11Protocol):
     limits: HttpLimits
+    num_served: int
+    num_open: int
 
     def __init__(
         self,
@@ -466,7 +489,7 @@ class _LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         self._await_request()
         others = self._others()
-        if len(others) < self.limits.max_connections + NUM_SPARE:
+        if len(others) < self.num_open:
             return
         idle = [other for other in others if not other._is_in_work]
         oldest = min(idle or [self], key=lambda connection: connection._waits_since)
@@ -480,7 +503,7 @@ class _LimitedProtocol(H11Protocol):
         self._has_received = True
         if self._is_waiting:
             num_in_work = sum(other._is_in_work for other in self._others())
-            self.app_state = {**self.app_state, BUSY: num_in_work >= self.limits.max_connections}
+            self.app_state = {**self.app_state, BUSY: num_in_work >= self.num_served}
         super().data_received(data)
         if not self._is_waiting and self._request_deadline is not None:
             self._request_deadline.cancel()

@@ -16,7 +16,7 @@ Sampling: logits -> the next token of every completion, its logprob under the mo
 distribution it was drawn from:
 
     z = logits of the model               logp_one = log_softmax(z)[id]
-    y = truncate(penalise(z) / temperature)   logp = log_softmax(y)[id]
+    y = truncate(penalize(z) / temperature)   logp = log_softmax(y)[id]
     id = the first v with  sum_{w <= v} softmax(y)_w > u
 
 One number u per token decides, drawn from the completion's own stream: the rest of the batch changes a token only where
@@ -35,24 +35,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.decode import Decoding, Group, KeysValues, Own, Stretch, is_similar, stack
 from taut.attention.extension import extend
 from taut.attention.layout import Layout
-from taut.config import NotNegative, configclass
 from taut.data.packing import PackPolicy, common_prefix, pack
 from taut.errors import ModelError, NonFiniteError
-from taut.inference.engine import Engine, OnDone, Sampling, Texts, require_usable, room, stream_seed
+from taut.inference.engine import Engine, OnDone, Texts, require_usable, room, stream_seed
 from taut.inference.prefix_cache import Kept, PrefixCache, Run, key_of, num_known
-from taut.models import architecture, products
-from taut.models.packed_weights import PackedWeights
+from taut.inference.settings import ConversationConfig, LocalConfig, Sampling
+from taut.io import progress
+from taut.models import architecture
+from taut.models.cpu import cpu_matmul
+from taut.models.cpu.packed_weights import PackedWeights
 from taut.models.precision import cast_once
 from taut.models.scorer import Scorer, evaluating
 from taut.train.distributed import Ranks
@@ -117,9 +118,8 @@ def policy_logits(
     if 0 < sampling.top_k < z.shape[1]:
         kth = z.topk(sampling.top_k, dim=-1).values[:, -1:]
         z = z.masked_fill(z < kth, -torch.inf)
-    if (
-        sampling.top_p < 1
-    ):  # the most likely tokens until they reach top_p; the token that crosses it is kept
+    if sampling.top_p < 1:
+        # The most likely tokens until they reach top_p; the token that crosses it is kept.
         ordered, order = z.sort(stable=True, dim=-1, descending=True)
         p = ordered.softmax(-1)
         is_left_out = p.cumsum(-1) - p >= sampling.top_p
@@ -134,6 +134,7 @@ def policy_logits(
 
 def _invert(z: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """Inverse transform sampling: the tokens at ``uniform_B``, and their logprobs."""
+    # The unnormalized probabilities, summed by blocks.
     top = z.amax(-1, keepdim=True)
     weights = (z - top).exp_()
     num_rows, size = weights.shape
@@ -142,6 +143,7 @@ def _invert(z: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
         weights = torch.nn.functional.pad(weights, (0, whole - size))
     blocks = weights.view(num_rows, -1, BLOCK)
     until = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    # The block in which the sum passes u, then the token in it.
     goal = uniform_B.to(until)[:, None] * until[:, -1:]
     block = torch.searchsorted(until, goal, right=True).clamp_(max=until.shape[1] - 1)
     before = torch.where(block > 0, until.gather(1, (block - 1).clamp_(min=0)), 0.0)
@@ -155,28 +157,6 @@ def _invert(z: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 
 NOTHING = np.empty(0)
 SHARE = PackPolicy(share_prefixes=True, min_saved_tokens=16)
-
-
-@configclass
-class LocalConfig:
-    """The engine in this process."""
-
-    sequences: Annotated[int, Field(ge=1)] = 64
-    """Completions decoded at a time."""
-    prefill_tokens: Annotated[int, Field(ge=1)] = 4096
-    """Prompt tokens computed at a time; a longer prompt is computed alone."""
-    packed_gib: NotNegative = 2.0
-    """Memory in GiB for copies of weights that make decoding faster on a CPU, while a call generates; weights that are
-    beyond it are used as they are. 0: no copies."""
-
-
-@configclass
-class ConversationConfig(LocalConfig):
-    """The engine in this process, for conversations of several turns."""
-
-    prefix_cache_gib: NotNegative = 2.0
-    """Memory in GiB for the keys and values that are kept from turn to turn of a conversation, so that a turn computes
-    only its new tokens; conversations that no turn reads are dropped first. 0: a turn computes its whole prompt."""
 
 
 @dataclass(eq=False, slots=True)
@@ -225,6 +205,15 @@ class _Call:
         return bool(self.waiting or self.begun or self.groups)
 
 
+def require_stateless(model: nn.Module, name: str) -> None:
+    """Raise ModelError for a model whose layers carry state from token to token. ``name``: of the model, for people."""
+    if stateful := architecture.stateful_layers(model):
+        raise ModelError(
+            f"{name} has layers with state across tokens ({', '.join(stateful[:3])}); expected attention only; serve "
+            "the model, and set engine=server (rollout.engine=server where it trains)"
+        )
+
+
 class LocalEngine:
     """Generates with a Scorer's model. See engine.py for what ``generate`` takes and returns."""
 
@@ -243,13 +232,7 @@ class LocalEngine:
 
         Raises ModelError for a model whose layers carry state from token to token.
         """
-        stateful = architecture.stateful_layers(scorer.model)
-        if stateful:
-            raise ModelError(
-                f"{type(architecture.unwrap(scorer.model)).__name__} has layers with state across tokens "
-                f"({stateful[0]}), which the local engine does not keep; expected attention only; serve the model and "
-                "use engine=server (rollout.engine=server where it trains)"
-            )
+        require_stateless(scorer.model, type(architecture.unwrap(scorer.model)).__name__)
         rope = architecture.length_dependent_rope(scorer.model)
         if rope is not None:  # beyond it the angles of the tokens already kept would change
             context = min(context or rope[1], rope[1])
@@ -277,8 +260,10 @@ class LocalEngine:
             for row in self._run(mine, sampling, packed):
                 if row.finish is not None:
                     done.append(self._completion(row, sampling))
+                    progress.count(len(done), len(mine) * sampling.n, "answers")
                     if on_done is not None:
                         on_done(done[-1])
+        # The completions of all ranks.
         every = [
             completion
             for some in self._ranks.of_shares(self._ranks.gather(done))
@@ -369,12 +354,13 @@ class LocalEngine:
             torch.no_grad(),
             cast_once(self.scorer),
             self.compute(),
-            products.decoding(packed),
+            cpu_matmul.decoding(packed),
         ):
             yield
 
     def _prefill(self, call: _Call, free: int) -> None:
         """Compute the next prompts, up to ``free`` completions, and keep their keys and values."""
+        # The prompts that fit into one forward.
         chosen: list[Prompt] = []
         num_tokens = 0
         while call.waiting and len(chosen) * call.sampling.n < free:
@@ -386,10 +372,8 @@ class LocalEngine:
             if chosen and size and num_tokens > self.config.prefill_tokens:
                 break  # one that repeats another adds nothing
             chosen.append(call.waiting.popleft())
-        for prompt in (
-            *chosen,
-            *islice(call.waiting, len(chosen)),
-        ):  # also those of the next prefill
+        # Begin to read their pictures, and those of the next prefill.
+        for prompt in (*chosen, *islice(call.waiting, len(chosen))):
             for medium in prompt.media:
                 medium.picture.expect()
         rooms = {prompt.id: room(prompt, call.sampling, self.context) for prompt in chosen}
@@ -398,6 +382,7 @@ class LocalEngine:
         by_id = {prompt.id: prompt for prompt in chosen}
         ordered = [by_id[name] for name in packed.sample_ids]
         layout, logits_RV = self._next_logits(packed, ordered)
+        # Their completions, which have not begun.
         begun = _stretches(layout, packed.read_R.numpy(), is_single=call.sampling.n == 1)
         for number, path, is_alone in begun:
             prompt = ordered[number]
@@ -423,6 +408,7 @@ class LocalEngine:
             for run, size in self._known(prompt):
                 found.append((path[at : at + size], run.kept, run.key_N.size))
                 at += size
+        # Compute all tokens; or only those that are not kept.
         if not found or any(p.media and p.media[-1].stop == p.ids_T.size for p in prompts):
             return layout, self.scorer.next_logits(
                 ids_T, position_ids, layout, read_R, packed.media
@@ -446,7 +432,7 @@ class LocalEngine:
         return extension.layout, logits_RV
 
     def _begin_round(self, prompts: Sequence[Prompt]) -> None:
-        """What these prompts begin with stays while they are computed."""
+        """Keep the prefixes of these prompts while they are computed."""
         if self._cache is not None:
             self._cache.begin_round([key_of(prompt) for prompt in prompts])
 
@@ -521,7 +507,11 @@ class LocalEngine:
         yield from rows
         if not all(group.num_rows for group in call.groups):
             call.groups = [group for group in call.groups if group.num_rows]
-            _free_stacks([*(g.path for g in call.groups), *(b.path for b in call.begun)])
+            # Free what none of the others sees of the stacks.
+            paths_left = [*(group.path for group in call.groups), *(it.path for it in call.begun)]
+            seen = {stretch for path in paths_left for stretch in path}
+            for some_stack in {stretch.stack for stretch in seen}:
+                some_stack.keep([stretch for stretch in seen if stretch.stack is some_stack])
         living = ([row for row in some if row.finish is None] for some in call.rows)
         call.rows = [some for some in living if some]
 
@@ -537,8 +527,7 @@ class LocalEngine:
             if not math.isfinite(logp + logp_one):
                 raise NonFiniteError(
                     f"{row.prompt.id}: after {row.prompt.ids_T.size + len(row.ids)} tokens the model gives logits that "
-                    "are not finite, from which nothing can be drawn; expected finite ones; look for NaN in its "
-                    "weights, or set dtype=float32"
+                    "are not finite; expected finite ones; look for NaN in its weights, or set dtype=float32"
                 )
             row.ids.append(index)
             row.logp.append(logp)
@@ -589,7 +578,7 @@ def _stretches(
 ) -> list[tuple[int, tuple[Stretch, ...], bool]]:
     """(number in ``read_R``, path, is_alone) of each prompt. A stretch is a run of tokens that the same prompts see.
     The order is that of the tree, but for prompts that share nothing: they are first, the longest before the others,
-    so that similar ones are neighbours. ``is_single``: each prompt has one completion.
+    so that similar ones are neighbors. ``is_single``: each prompt has one completion.
     """
     assert layout.kept is not None
     cuts = {segment.start for segment in layout.segments} | {int(last) + 1 for last in read_R}
@@ -604,6 +593,7 @@ def _stretches(
         (start, stop) = path[0]
         return start - stop if len(path) == 1 and num_readers[path[0]] == 1 else 0
 
+    # Stack the keys and values of similar spans, which are attended in one call.
     numbers = sorted(range(len(paths)), key=order)
     is_alone = [is_single and num_readers[path[-1]] == 1 for path in paths]
     stretches: dict[tuple[int, int], Stretch] = {}
@@ -616,7 +606,7 @@ def _stretches(
 def _similar_spans(
     paths: Sequence[Sequence[tuple[int, int]]], is_alone: Sequence[bool]
 ) -> Iterator[list[tuple[int, int]]]:
-    """The spans that are attended in one call: neighbours of similar lengths at one place of their paths."""
+    """The spans that are attended in one call: neighbors of similar lengths at one place of their paths."""
     for level in range(max(map(len, paths))):
         together: list[tuple[int, int]] = []
         for path, alone in zip(paths, is_alone, strict=True):
@@ -632,13 +622,6 @@ def _similar_spans(
             together.append(span)
         if together:
             yield together
-
-
-def _free_stacks(paths: Sequence[Sequence[Stretch]]) -> None:
-    """Free what none of the paths sees of the stacks."""
-    live = {stretch for path in paths for stretch in path}
-    for some in {stretch.stack for stretch in live}:
-        some.keep([stretch for stretch in live if stretch.stack is some])
 
 
 def conversation(engine: Engine) -> AbstractContextManager[None]:

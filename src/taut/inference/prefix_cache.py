@@ -18,7 +18,7 @@ Tokens of a picture are told apart by its digest, and a run never ends inside of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -44,7 +44,7 @@ class Run:
     round: int
     """When it was last read."""
     following: dict[int, Run] = field(default_factory=dict)
-    """Those that go on from its end, by their first token."""
+    """Runs that continue at its end, by their first token."""
 
     @property
     def num_bytes(self) -> int:
@@ -63,10 +63,12 @@ class PrefixCache:
         """Bytes of all that was to be kept."""
         self._root = Run(np.empty(0, np.int64), {}, None, 0)
         self._unbounded = PrefixCache(math.inf) if 0 < capacity < math.inf else None
-        """The same, and what found no room, without keys and values."""
+        """Cache without keys and values of everything that was to be kept, also where it found no room."""
 
     def begin_round(self, keys: Sequence[IntArray]) -> None:
-        """What these prompts begin with stays while they are computed; what of it is lost, is counted once."""
+        """Keep the prefixes of these prompts while they are computed, and count once the tokens of them that are
+        lost.
+        """
         self.round += 1
         before_T = np.empty(0, np.int64)
         for key_T in sorted(keys, key=lambda key_T: key_T.tobytes()):  # equal beginnings adjacent
@@ -108,11 +110,16 @@ class PrefixCache:
         self.num_bytes += new.num_bytes
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Whether there is room, after dropping what this round has not read."""
+        """Whether there is room, after dropping the ends of conversations that this round has not read."""
         if num_bytes > self.capacity:
             return False
         while self.num_bytes + num_bytes > self.capacity:
-            ends = [run for run in self._runs() if not run.following and run.round < self.round]
+            ends, waiting = list[Run](), [*self._root.following.values()]
+            while waiting:
+                run = waiting.pop()
+                waiting += run.following.values()
+                if not run.following and run.round < self.round:
+                    ends.append(run)
             if not ends:
                 return False
             oldest = min(ends, key=lambda run: run.round)
@@ -120,13 +127,6 @@ class PrefixCache:
             del oldest.parent.following[int(oldest.key_N[0])]
             self.num_bytes -= oldest.num_bytes
         return True
-
-    def _runs(self) -> Iterator[Run]:
-        waiting = [*self._root.following.values()]
-        while waiting:
-            run = waiting.pop()
-            waiting += run.following.values()
-            yield run
 
     def _split(self, run: Run, size: int) -> None:
         """Make two of a run, the second of which begins after ``size`` tokens."""
@@ -145,25 +145,25 @@ class PrefixCache:
 
 
 def num_tokens(found: Sequence[tuple[Run, int]]) -> int:
-    """Of what ``find`` returns."""
+    """The number of tokens of runs that ``find`` returns."""
     return sum(size for _, size in found)
 
 
 def num_known(found: Sequence[tuple[Run, int]]) -> int:
-    """How many of them are not computed again."""
+    """The number of tokens of found runs that are not computed again."""
     size = num_tokens(found)
     return size if size >= LEAST else 0
 
 
 def num_common(one_T: IntArray, other_T: IntArray) -> int:
-    """The tokens with which both begin."""
+    """The number of tokens with which both begin."""
     size = min(one_T.size, other_T.size)
     differs = one_T[:size] != other_T[:size]
     return int(differs.argmax()) if differs.any() else size
 
 
 def key_of(prompt: Prompt) -> IntArray:
-    """The ids, with a picture's own number, below zero, in its place."""
+    """The ids of a prompt, with a number below zero for each picture in its place."""
     key_T = prompt.ids_T.copy()
     for image in prompt.media:
         digest = f"{image.picture.digest}/{image.grid}"

@@ -4,14 +4,15 @@ Samples are packed without padding; prefixes that samples share are computed onc
 forward takes about ``tokens_per_batch`` tokens. A sample's score does not depend on the samples it is scored with, to
 within rounding; the model passes the same start-up checks as in training (models/self_test.py).
 
-Answers are rendered as for training a reward model (data/render.py): they end with the token at which a server stops,
-and are scored there. A truncated answer is therefore scored as if it had ended; the reward ``stop`` tells them apart.
+Answers are rendered as for training a reward model (data/render/render.py): they end with the token at which a server
+stops, and are scored there. A truncated answer is therefore scored as if it had ended; the reward ``stop`` tells them
+apart.
 
 One thread owns the model, so that several callers can share it: waiting requests are rendered and scored together, up
 to the token budget. A request that cannot be scored fails alone. If the thread itself fails, all waiting and later
 requests fail with its error: no request waits for ever.
 
-``open_rater`` makes reward models members of a panel of rewards. Answers to one prompt share its computation. An answer
+``open_rater`` makes reward models part of a reward set. Answers to one prompt share its computation. An answer
 that cannot be rendered, or is too long for the model, is an error of that answer; a number that is not finite ends the
 run, because the model itself is then broken.
 """
@@ -27,17 +28,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import ComputeDtype, Decision, configclass, from_mapping, to_dict
-from taut.data.cache import default_directory
-from taut.data.chat_template import checked
-from taut.data.messages import (
+from taut.config import Decision, from_mapping, to_dict
+from taut.data.packing import ALONE, PackPolicy, common_prefix, pack, prefix_order
+from taut.data.render.chat_template import checked
+from taut.data.render.render import Renderer, render_any
+from taut.data.rows.messages import (
     Completion,
     Conversation,
     Row,
@@ -45,63 +46,37 @@ from taut.data.messages import (
     read_conversation,
     text_of,
 )
-from taut.data.packing import ALONE, PackPolicy, common_prefix, pack, prefix_order
-from taut.data.render import Renderer, render_any
-from taut.data.schema import Answers, AnyRow, Stepwise
-from taut.data.template_files import read_template
+from taut.data.rows.schema import Answers, AnyRow, Stepwise
 from taut.errors import ConfigError, DataError, EngineError, NonFiniteError, OutOfMemory, TautError
-from taut.inference.open import (
+from taut.inference.factory import (
     PROVED,
     exact_context,
     inference_context,
     inference_dtype,
     one_device,
+    renderer_of,
 )
-from taut.models.attention_backends import select
-from taut.models.flash_attention import activate
+from taut.inference.settings import JudgeUse
+from taut.models.attention_backends import activate_flash_attention, select
 from taut.models.load import load_config, load_model, load_skeleton, load_tokenizer
 from taut.models.reward_model import compare_tokens, load_reward_model, reward_skeleton
 from taut.models.scorer import Scorer
 from taut.models.self_test import run_self_test
-from taut.rewards import Answered, Score, Verifier
 from taut.rewards.judge import RewardModel, conversed
-from taut.rewards.panel import Rater
-from taut.rewards.steps import Stepped, StepsConfig, marked, probability, split_steps
-from taut.rewards.verifier import reason, scored
+from taut.rewards.process_rewards import Stepped, marked, probability, split_steps
+from taut.rewards.reward_set import Rater
+from taut.rewards.settings import StepsConfig
+from taut.rewards.verifier import RewardInput, Score, Verifier, reason, scored
 from taut.types import FloatArray, Sample, Wants
-from taut.vision.content import ImagesConfig
-from taut.vision.image_store import open_image_store
 
 SCALAR = Wants(logp=False, scalar=True)
 WHOLE = StepsConfig()
 NONE_T, NONE_N = np.empty(0, dtype=np.int64), np.empty(0)
 
 
-@configclass
-class JudgeUse:
-    """Which reward model, and how it is run."""
-
-    model: str
-    """Directory (or hub name) of the reward model."""
-    template: str | None = None
-    """A file with a chat template to use in place of the tokenizer's own."""
-    dtype: ComputeDtype | None = None
-    """By default bfloat16 on a GPU that has it, else float32."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    attention: str = "auto"
-    """auto, reference, varlen or flex."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
-    images: ImagesConfig = ImagesConfig()
-    """Pictures in what is scored."""
-    tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
-    """Tokens computed at a time; a longer sample is computed alone."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Prompt and answer as one text with its special tokens, as a model saw it: tokenised unchanged and scored at its
+    """Prompt and answer as one text with its special tokens, as a model saw it: tokenized unchanged and scored at its
     last token."""
 
     place: str
@@ -151,8 +126,8 @@ class Judge:
         """Raise ConfigError for a model that is read once for a sequence."""
         if not self.is_process:
             raise ConfigError(
-                f"{place} is set, and {self.model} gives one number for a whole answer; expected a process model, read "
-                f"at each step; train one (taut reward, reward.loss=process), or take {place} out"
+                f"{place} is set, and {self.model} gives one number for a whole answer; expected a process model; "
+                f"train one (taut reward, reward.loss=process), or take {place} out"
             )
 
     def require_fits(self, sample: Sample) -> None:
@@ -202,6 +177,7 @@ class Judge:
                 f"{packed.num_tokens} tokens do not fit in the memory of {self.scorer.device}; expected fewer at a "
                 f"time; set tokens_per_batch below {min(self.tokens_per_batch, packed.num_tokens)}"
             ) from error
+        # Its numbers, sample by sample.
         values_R = scalar_R.double().cpu().numpy()
         row_R = packed.row_R.numpy()
         by_number = {
@@ -232,23 +208,10 @@ def open_judge(
         skeleton = load_skeleton(use.model, config, use.trust_remote_code)
     else:
         skeleton = reward_skeleton(use.model, config, None, use.trust_remote_code)
+    # How samples are rendered.
     tokenizer = load_tokenizer(use.model, use.trust_remote_code)
-    image_store = open_image_store(
-        use.model,
-        config,
-        tokenizer,
-        use.images,
-        directory or default_directory(),
-        use.trust_remote_code,
-        key="images",
-    )
-    renderer = Renderer(
-        tokenizer,
-        read_template(use.template, tokenizer, "template", is_of_run=False),
-        "last",
-        key="template",
-        image_store=image_store,
-    )
+    renderer = renderer_of(use, config, tokenizer, directory, targets="last")
+    # By which kernels it computes.
     context, decisions = exact_context(config, skeleton, "the batch's longest sample")
     device = one_device(use.device) if device is None else device
     dtype = inference_dtype(use.dtype, device, "bfloat16 is quicker, and rounds the scores")
@@ -256,8 +219,9 @@ def open_judge(
     decisions += [
         Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
         Decision("attention", chosen.name, chosen.reason),
-        *activate(chosen.name, device, config),
+        *activate_flash_attention(chosen.name, device, config),
     ]
+    # Load the model, and prove that packed and alone agree.
     model = (load_model if tokens else partial(load_reward_model, head=None))(
         use.model,
         dtype=dtype.dtype,
@@ -461,22 +425,24 @@ def open_rater(verifier: Verifier, device: torch.device | None = None) -> Rater:
 def rater(judge: Judge, steps: StepsConfig = WHOLE) -> Rater:
     """A function that scores answers with a loaded model, or with ``steps`` their steps."""
 
-    def rate(answers: Sequence[Answered]) -> list[Score]:
+    def rate(answers: Sequence[RewardInput]) -> list[Score]:
+        # Answers without steps, and those that cannot be rendered, need no forward.
         samples: list[Sample] = []
         found: dict[int, Score] = {}
-        for number, answered in enumerate(answers):
-            if steps.separator and not split_steps(answered.text, steps.separator):
-                found[number] = scored("", Stepped.of(answered.text, [], steps))
+        for number, answer in enumerate(answers):
+            if steps.separator and not split_steps(answer.text, steps.separator):
+                found[number] = scored("", Stepped.of(answer.text, [], steps))
                 continue
             try:
-                row = _row(answered, f"answer {number}", steps)
+                row = _row(answer, f"answer {number}", steps)
                 ((sample,),) = judge.render([row])
             except DataError as error:
                 found[number] = Score(error=reason(error))
             else:
                 samples.append(sample)
+        # The others are scored together.
         scores = iter(judge.scores(samples) if samples else ())
-        for number, answered in enumerate(answers):
+        for number, answer in enumerate(answers):
             if number in found:
                 continue
             score_R = next(scores)
@@ -484,26 +450,26 @@ def rater(judge: Judge, steps: StepsConfig = WHOLE) -> Rater:
                 found[number] = Score(float(score_R[-1]))
             else:
                 values = [probability(logit) for logit in score_R.tolist()]
-                found[number] = scored("", Stepped.of(answered.text, values, steps))
+                found[number] = scored("", Stepped.of(answer.text, values, steps))
         return [found[number] for number in range(len(answers))]
 
     return rate
 
 
-def _row(answered: Answered, place: str, steps: StepsConfig) -> AnyRow:
+def _row(answer: RewardInput, place: str, steps: StepsConfig) -> AnyRow:
     """An answer as a row to score; with ``steps.separator`` one that is read at the end of each step."""
-    prompt, separator = answered.prompt, steps.separator
+    prompt, separator = answer.prompt, steps.separator
     spans: Sequence[tuple[int, int]] = ()
     if separator is not None:
-        spans = split_steps(answered.text, separator)
+        spans = split_steps(answer.text, separator)
         if steps.mark is not None:
-            text, spans = marked(answered.text, separator, steps.mark)
-            answered = replace(answered, text=text)
+            text, spans = marked(answer.text, separator, steps.mark)
+            answer = replace(answer, text=text)
     row: Row
     if isinstance(prompt, str):
-        row = Completion(place, prompt, answered.text)
+        row = Completion(place, prompt, answer.text)
     else:
-        messages = [dict(message) for message in (*prompt, *conversed(answered, separator))]
+        messages = [dict(message) for message in (*prompt, *conversed(answer, separator))]
         row = read_conversation(
             messages, place, first_learned=len(prompt), column="prompt+completion"
         )

@@ -51,7 +51,7 @@ class Restarted(EngineError):
 
 @dataclass(frozen=True)
 class Serving:
-    """What requests to a server name, and what must still hold after an answer for it to count."""
+    """Model and version that requests to a server name, and that must still hold after an answer for it to count."""
 
     model: str
     """The model's name in requests."""
@@ -67,7 +67,7 @@ class Server:
     vllm: VllmServer
     serving: Serving
     failure: EngineError | None = None
-    """Why it is left out; None: it is in use."""
+    """Error that leaves the server out; None while it is in use."""
     is_returning: bool = False
     """Whether it answers and is about to get its weights: requests wait for it."""
     is_held: bool = False
@@ -76,7 +76,7 @@ class Server:
     models: Counter[str] = field(default_factory=Counter)
     """The requests under way, by the model they name."""
     scopes: set[anyio.CancelScope] = field(default_factory=set)
-    """Of the requests under way: they end when it is left out."""
+    """Scopes of the requests under way, which end when the server is left out."""
     asking: anyio.Lock | None = None
     question: _Question | None = None
     """The next question of what it holds."""
@@ -88,7 +88,7 @@ class Server:
 
 @dataclass(eq=False)
 class _Question:
-    """What a server holds, asked for all answers that came before."""
+    """Question for the weights of a server, on behalf of all answers that came before."""
 
     outcome: list[WorkerState] | EngineError | None = None
 
@@ -103,7 +103,7 @@ class _Waiter:
     event: anyio.Event
     server: Server | None = None
     failure: EngineError | None = None
-    """Why it gets none."""
+    """Why the request gets no server."""
 
 
 class Pool:
@@ -135,7 +135,7 @@ class Pool:
 
     @property
     def failure(self) -> EngineError:
-        """What to raise where no server is left."""
+        """Error to raise where no server is left."""
         failures = [server.failure for server in self.servers if server.failure is not None]
         if len(self.servers) == 1:
             return failures[-1]
@@ -180,6 +180,7 @@ class Pool:
             serving, scope = server.serving, anyio.CancelScope()
             server.models[serving.model] += 1
             server.scopes.add(scope)
+            # The answer counts if the server still holds the weights that it began with.
             try:
                 with scope:
                     asked = {**body, "model": serving.model}
@@ -189,6 +190,7 @@ class Pool:
             except RequestRefused:
                 raise
             except EngineError as failure:
+                # Leave the server out, and ask another one.
                 num_failures += 1
                 if PUSHED in serving.model and not isinstance(failure, NoAnswer):
                     failure = Restarted(f"{failure}")  # it may have lost the adapter
@@ -274,22 +276,23 @@ class Pool:
 
     def admit(self, server: Server) -> None:
         """Use a server again."""
-        self._thread.start(_run, self._admit, server).result()
+        self._thread.start(_run, self._set_failure, server, None).result()
 
     @contextmanager
     def held(self, *, until_empty: bool) -> Iterator[None]:
         """Inside, no server gets new requests. ``until_empty``: those under way are waited for first."""
+
+        async def empty(_: httpx2.AsyncClient) -> None:
+            while any(server.num_under_way for server in self.servers):
+                await anyio.sleep(EMPTY)
+
         self._thread.start(_run, self._hold, True).result()
         try:
             if until_empty:
-                self._thread.start(self._empty).result()
+                self._thread.start(empty).result()
             yield
         finally:
             self._thread.start(_run, self._hold, False).result()
-
-    async def _empty(self, _: httpx2.AsyncClient) -> None:
-        while any(server.num_under_way for server in self.servers):
-            await anyio.sleep(EMPTY)
 
     def _hold(self, is_held: bool) -> None:
         for server in self.servers:
@@ -309,10 +312,6 @@ class Pool:
             self._wake.set()
         self._deal()
 
-    def _admit(self, server: Server) -> None:
-        server.failure, server.is_returning = None, False
-        self._deal()
-
     def _revive(self) -> None:
         """Try servers that were left out again, until the pool is closed."""
         with suppress(http.Closed):
@@ -322,14 +321,13 @@ class Pool:
                 for server in self.servers:
                     with self.changing:
                         if server in self._to_revive():
-                            self._bring_back(server)
-
-    def _bring_back(self, server: Server) -> None:
-        try:
-            self.revive(server)
-            self.admit(server)
-        except EngineError as failure:
-            self._thread.start(_run, self._refuse, server, failure).result()
+                            try:
+                                self.revive(server)
+                                self.admit(server)
+                            except EngineError as failure:
+                                self._thread.start(
+                                    _run, self._set_failure, server, failure
+                                ).result()
 
     def _to_revive(self) -> list[Server]:
         """The servers that may come back by themselves."""
@@ -339,8 +337,8 @@ class Pool:
             if isinstance(server.failure, NoAnswer | Restarted) and not self._is_closed
         ]
 
-    def _refuse(self, server: Server, failure: EngineError) -> None:
-        """A server that cannot be used yet, or not at all: then ``failure`` is what is wrong with it."""
+    def _set_failure(self, server: Server, failure: EngineError | None) -> None:
+        """Use a server again, or not: then ``failure`` is what is wrong with it."""
         server.failure, server.is_returning = failure, False
         self._deal()
 
@@ -368,8 +366,8 @@ def require_held(found: Sequence[WorkerState], began: Serving, now: Serving) -> 
     starts = [worker.start for worker in began.workers[-1]]
     if [worker.start for worker in found] != starts:
         raise Restarted(
-            "server: it was started again while it answered, and lost the weights it was given; its answers may be of "
-            "others and are not used; run the same command again with resume=true"
+            "server: it was started again while it answered, and lost its weights; expected one process; its answers "
+            "are not used; run the same command again with resume=true"
         )
     if not now.workers or [*found] in now.workers:
         return

@@ -44,7 +44,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Info(BaseModel):
-    """What is said at the start of a server, as far as it is read."""
+    """Facts that a server reports at its start, as far as taut reads them."""
 
     served_model_name: str
     dtype: str
@@ -70,7 +70,7 @@ class _Meta(BaseModel):
     prompt_tokens: int
     finish_reason: _Finish | None
     output_token_logprobs: list[list[Any]]
-    """Of each token logprob, id and text."""
+    """Logprob, id and text of each token."""
     output_top_logprobs: list[list[list[Any]] | None] | None = None
     input_token_logprobs: list[list[Any]] | None = None
 
@@ -201,7 +201,7 @@ class SglangServer(VllmServer):
         """``load`` has."""
 
     def checksums(self, names: Sequence[str]) -> list[list[ParameterReport]] | None:
-        """None: it has none that could be computed here."""
+        """None: it has no checksums that could be computed here."""
         return None
 
     def takes_adapters(self) -> bool:

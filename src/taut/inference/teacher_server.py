@@ -27,15 +27,15 @@ import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.config import Decision
-from taut.data.top_logprobs import MOST_MASS
+from taut.data.store.top_logprobs import MOST_MASS
 from taut.errors import EngineError, RequestRefused
+from taut.inference.settings import EndpointConfig
 from taut.inference.vllm_client import (
     ABOVE_ZERO,
     BELOW_ALL,
     Answer,
     Choice,
     Endpoint,
-    EndpointConfig,
     no_ids,
     parsed,
     served,
@@ -81,9 +81,8 @@ class TeacherServer:
             card = served(endpoint, config.name)
             if card.max_model_len is not None and card.max_model_len <= longest:
                 raise EngineError(
-                    f"{section}url={url}: the server's max_model_len is {card.max_model_len:,} and the longest sample "
-                    f"has {longest:,} tokens; expected room for it and one more; start it with --max-model-len "
-                    f"{longest + 1}"
+                    f"{section}url={url}: max_model_len is {card.max_model_len:,} and the longest sample has "
+                    f"{longest:,} tokens; expected room for one more; start it with --max-model-len {longest + 1}"
                 )
             server = cls(endpoint, config, card.id, top, num_rows)
             server._require_same_vocabulary(tokenizer)
@@ -143,64 +142,66 @@ class TeacherServer:
     def _refused(self, error: RequestRefused, place: str) -> EngineError:
         key = f"{self.endpoint.section}top"
         return EngineError(
-            f"{place}: {error}; expected prompt_logprobs={self.top} of ids that are the student's; start vLLM with "
-            f"--max-logprobs {self.top} or lower {key} if that is its limit, else serve a model with the student's "
-            "tokenizer"
+            f"{place}: {error}; expected prompt_logprobs={self.top} of the student's ids; start vLLM with "
+            f"--max-logprobs {self.top}, lower {key}, or serve a model with its tokenizer"
         )
 
     def _streams(self, sample: Sample, choice: Choice) -> dict[str, FloatArray]:
-        """What an answer says of a sample's targets."""
+        """Streams of a sample's targets from an answer."""
+        # The logprob of each target, and the likeliest tokens in its place.
         sent, at_N = sample.ids_T.tolist(), sample.target_at_N.tolist()
         places = self._places(sample.id, sent, choice)
         rows = [_row(places[at], sent[at], self.top) for at in at_N]
         missing = next((at for at, row in zip(at_N, rows, strict=True) if row is None), None)
         if missing is not None:
             raise EngineError(
-                f"{sample.id}: the server's prompt_logprobs of token {missing} lack the id {sent[missing]} that was "
-                f"sent, or {self.top} tokens with a logprob; expected both; serve the teacher with vLLM"
+                f"{sample.id}: the server's prompt_logprobs of token {missing} lack the id {sent[missing]} or "
+                f"{self.top} tokens with a logprob; expected both; serve the teacher with vLLM"
             )
         own_N, ids_Nk, logp_Nk = (
             np.array([row[part] for row in rows if row is not None], dtype=np.float64)
             for part in range(3)
         )
+        # They have to be those of distributions over the student's vocabulary.
+        mass_N, fault = np.exp(logp_Nk).sum(axis=1), ""
         if not ((own_N > BELOW_ALL) & (own_N <= ABOVE_ZERO)).all():
-            raise EngineError(
-                f"{sample.id}: the server returned {own_N[own_N.argmin()]:g} to {own_N.max():g} as logprobs of a "
-                "completion; expected finite ones of at most 0: a teacher that rules a token out cannot judge it; "
-                "serve it without a logits processor, with --logprobs-mode raw_logprobs"
+            fault = (
+                f"returned {own_N[own_N.argmin()]:g} to {own_N.max():g} as logprobs, which rules a token out; expected "
+                "finite ones of at most 0; serve it without a logits processor, with --logprobs-mode raw_logprobs"
             )
+        elif self.top and (ids_Nk.min() < 0 or ids_Nk.max() >= self.num_rows):
+            fault = (
+                f"lists the token {ids_Nk.max():.0f}, and the student has {self.num_rows:,}; expected the student's "
+                "vocabulary; serve a model with its tokenizer"
+            )
+        elif self.top and mass_N.max() > MOST_MASS:
+            fault = (
+                f"returned probabilities of a token that sum to {mass_N.max():.4g}; expected at most 1; start vLLM "
+                "with --logprobs-mode raw_logprobs"
+            )
+        if fault:
+            raise EngineError(f"{sample.id}: the server {fault}")
         if not self.top:
             return {TEACHER_LOGP: own_N}
-        if ids_Nk.min() < 0 or ids_Nk.max() >= self.num_rows:
-            raise EngineError(
-                f"{sample.id}: the server lists the token {ids_Nk.max():.0f}, and the student has {self.num_rows:,}; "
-                "expected the student's vocabulary; serve a model with its tokenizer"
-            )
-        mass_N = np.exp(logp_Nk).sum(axis=1)
-        if mass_N.max() > MOST_MASS:
-            raise EngineError(
-                f"{sample.id}: the server's probabilities of a token sum to {mass_N.max():.4g}; expected at most 1; "
-                "start vLLM with --logprobs-mode raw_logprobs"
-            )
         return {TEACHER_LOGP: own_N, TOP_IDS: ids_Nk, TOP_LOGP: logp_Nk}
 
     def _places(
         self, place: str, sent: list[int], choice: Choice
     ) -> list[Mapping[str, Mapping[str, Any]]]:
-        """For each id sent, the tokens listed in its place. Raises EngineError where other ids were read."""
+        """The tokens listed in the place of each id sent. Raises EngineError where other ids were read."""
         if choice.prompt_token_ids is None:
             raise no_ids("prompt_token_ids")
         places = choice.prompt_logprobs or []
         if choice.prompt_token_ids != sent or len(places) != len(sent):
             raise EngineError(
                 f"{place}: the server answered {len(places)} prompt_logprobs of {len(choice.prompt_token_ids)} ids, "
-                f"which are not the {len(sent)} sent; expected one of each; serve the teacher with an endpoint that "
-                "takes token ids as they are (vLLM)"
+                f"which are not the {len(sent)} sent; expected one of each; serve the teacher with vLLM"
             )
         return [place or {} for place in places]
 
     def _require_same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise EngineError where ids stand for other tokens there than for the student."""
+        # It makes the student's ids of texts and of special tokens,
         vocabulary = tokenizer.get_vocab()
         special = [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
         for text in (*TEXTS, "".join(dict.fromkeys(special))):
@@ -210,6 +211,7 @@ class TeacherServer:
                 raise no_ids("prompt_token_ids")
             if theirs != ids:
                 raise self._other_vocabulary(f"makes {theirs} of {text!r}", f"{ids}")
+        # reads the student's texts for ids from all over the vocabulary,
         every = sorted(vocabulary.values())
         spread = np.linspace(0, len(every) - 1, SPREAD).round().astype(int)
         # the first position has no logprobs
@@ -222,6 +224,7 @@ class TeacherServer:
             if not is_part and ours.strip() != theirs_text.strip():
                 found = f"reads {theirs_text!r} for the id {index}"
                 raise self._other_vocabulary(found, f"{ours!r}")
+        # and has no token after the last.
         beyond = every[-1] + 1
         try:
             _, listed = self._places("the probe", [beyond] * 2, self._ask([beyond] * 2))

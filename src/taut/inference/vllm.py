@@ -1,7 +1,7 @@
 """The engine behind an OpenAI-compatible /v1/completions endpoint that takes and returns token ids: vLLM, or SGLang as
 ``sglang.py`` makes it one.
 
-Ids are those the server sampled; text is decoded here and never tokenised again. A server that returns no ids, or that
+Ids are those the server sampled; text is decoded here and never tokenized again. A server that returns no ids, or that
 reads another prompt than was sent, is refused. Each completion is a separate request with a separate seed, so neither
 batch nor order changes its stream; greedy or not, batching may still change the last bits of a logprob.
 
@@ -36,11 +36,10 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import Decision, configclass
-from taut.errors import ConfigError, EngineError, RequestRefused, TautError
+from taut.config import Decision
+from taut.errors import ConfigError, EngineError, RequestRefused
 from taut.inference.engine import (
     OnDone,
-    Sampling,
     Texts,
     require_text,
     require_usable,
@@ -48,13 +47,13 @@ from taut.inference.engine import (
     stream_seed,
 )
 from taut.inference.server_pool import Homes, Pool, Server, Serving
+from taut.inference.settings import Sampling, ServerConfig
 from taut.inference.sglang import DETERMINISTIC, SglangEndpoint, SglangServer, is_sglang
 from taut.inference.vllm_client import (
     ABOVE_ZERO,
     Answer,
     Choice,
     Endpoint,
-    EndpointConfig,
     LogProbs,
     Rendered,
     VllmServer,
@@ -63,9 +62,15 @@ from taut.inference.vllm_client import (
     parsed,
     served,
 )
-from taut.inference.weight_sync import PROBE, PROBE_TOKENS, Sync, SyncConfig, Trained, how_to_start
+from taut.inference.weight_sync import (
+    PROBE,
+    PROBE_TOKENS,
+    TrainingModel,
+    WeightSync,
+    how_to_start,
+)
 from taut.io import http
-from taut.train.distributed import Ranks
+from taut.train.distributed import Ranks, outcome_of, results_of
 from taut.types import Completion, FinishReason, Prompt
 
 T = TypeVar("T")
@@ -78,17 +83,10 @@ DOUBT = -0.1
 """A logprob of the most likely token below this shows doubt."""
 SAME = 0.02
 """Two logprobs of one token as close as this are the same, 16-bit rounding included."""
-SPELT = "Stop: 12 x 3.5 = 42!\n\n  naïve def f(x):\treturn x"
+SPELLED = "Stop: 12 x 3.5 = 42!\n\n  naïve def f(x):\treturn x"
 """A text that two tokenizers are unlikely to split alike."""
 
 Kind: TypeAlias = Literal["raw", "processed", "unknown", "none"]
-
-
-@configclass
-class ServerConfig(EndpointConfig):
-    """OpenAI-compatible endpoints that take token ids (vLLM)."""
-
-    sync: SyncConfig = SyncConfig()
 
 
 @dataclass(frozen=True)
@@ -101,14 +99,14 @@ class ServerEngine:
     section: str
     """The configuration's section with ``urls`` and ``config``."""
     kind: Kind
-    """Which logprobs the servers return."""
+    """The kind of logprobs that the servers return."""
     model_context: int | None
     served_context: int | None
     """The smallest max_model_len of the servers that report one."""
     told: tuple[Decision, ...] = ()
-    """What was found out about the servers."""
+    """Facts found about the servers."""
     sends_stops: bool = True
-    sync: Sync | None = None
+    sync: WeightSync | None = None
     """Set if the weights follow those in training."""
 
     @classmethod
@@ -133,6 +131,7 @@ class ServerEngine:
                 f"{section}urls={[*urls]} names {'a server twice' if urls else 'no server'}; expected each once; "
                 "correct it"
             )
+        # Ask each server what it is, and require servers that are alike.
         thread = http.ClientThread()
         texts = Texts(tokenizer, stop_ids)
         try:
@@ -145,9 +144,10 @@ class ServerEngine:
                 thread.close()
                 raise EngineError(
                     f"server: {one.url} gives {one.kind} logprobs and {opened[0].url} {opened[0].kind} ones; expected "
-                    "servers that are started alike; start all with --logprobs-mode processed_logprobs"
+                    "servers alike; start all with --logprobs-mode processed_logprobs"
                 )
         pool = Pool([one.server for one in opened], config.concurrency, thread)
+        # What was found, as decisions.
         limits = [one.max_model_len for one in opened if one.max_model_len is not None]
         named = "as asked" if config.name is not None else "the only model it serves"
         names = dict.fromkeys(one.server.serving.model for one in opened)
@@ -198,15 +198,15 @@ class ServerEngine:
             self.sync.close()
         self.pool.close()
 
-    def follow(self, trained: Trained) -> ServerEngine:
-        """The same servers, which get the weights of a model in training at each ``update``.
+    def follow(self, trained: TrainingModel) -> ServerEngine:
+        """Return these servers, which get the weights of a model in training at each ``update``.
 
         ``update`` must precede the first ``generate``. Raises EngineError for a server whose weights cannot be changed.
         """
         ids = self.texts.tokenizer(PROBE, add_special_tokens=False)["input_ids"][:PROBE_TOKENS]
         most = None if self.context is None else self.context - 1
         probe_T = np.asarray(ids[:most], dtype=np.int64)
-        sync = Sync(self.pool, trained, self.config.sync, probe_T)
+        sync = WeightSync(self.pool, trained, self.config.sync, probe_T)
         return replace(self, sync=sync, told=(*self.told, *sync.decisions))
 
     def update(self, version: int) -> None:
@@ -246,7 +246,7 @@ class ServerEngine:
         return [*self.told]
 
     def unaided(self) -> ServerEngine:
-        """The same endpoint, which is sent no stop token and ends completions as it does for other clients."""
+        """The endpoint without stop tokens in requests: it ends completions as for other clients."""
         return replace(self, sends_stops=False)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -281,24 +281,16 @@ class ServerEngine:
         return [done[prompt.id, index] for prompt in prompts for index in range(sampling.n)]
 
     def shared(self, work: Callable[[], T], ranks: Ranks | None) -> list[T]:
-        """What each rank's ``work`` with these servers returned, on all ranks. All ranks use the same servers: those
-        that have the last push. Raises the error of the first rank that has one, on all ranks.
+        """``Ranks.run_everywhere`` of work with these servers, woken before it and put to rest after it. All ranks use
+        the servers that have the last push.
         """
         if self.sync is not None:
             self.sync.wake()
             self.sync.hold()
-        try:
-            outcome: T | TautError = work()
-        except TautError as error:
-            outcome = error
+        outcome = outcome_of(work)
         outcomes = [outcome] if ranks is None else ranks.gather(outcome)
         self.rest()
-        results: list[T] = []
-        for outcome in outcomes:
-            if isinstance(outcome, TautError):
-                raise outcome
-            results.append(outcome)
-        return results
+        return results_of(outcomes)
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None
@@ -338,7 +330,7 @@ class ServerEngine:
             needed = prompt.ids_T.size + room(prompt, sampling, self.model_context)
             if self.served_context is not None and needed > self.served_context:
                 raise EngineError(
-                    f"{prompt.id}: prompt and completion may take {needed:,} tokens and the server's max_model_len is "
+                    f"{prompt.id}: prompt and completion may take {needed:,} tokens and the max_model_len is "
                     f"{self.served_context:,}; expected room for both; start it with --max-model-len {needed}, or set "
                     f"{key}"
                 )
@@ -352,7 +344,7 @@ class ServerEngine:
         homes: Homes,
         priority: int,
     ) -> Future[tuple[Choice, int]]:
-        """Send the request of a completion; its future answer, and the version of the weights when it began."""
+        """Send the request of a completion. The result is its answer, with the version of the weights when it began."""
         body = _body(prompt, sampling, room(prompt, sampling, self.model_context))
         body["stop_token_ids"] = sorted(self.texts.stop_ids) if self.sends_stops else []
         if sampling.temperature > 0:
@@ -362,7 +354,7 @@ class ServerEngine:
     def completion(
         self, prompt: Prompt, index: int, sampling: Sampling, answer: Future[tuple[Choice, int]]
     ) -> Completion:
-        """What was answered to ``start``. Raises EngineError where no server could."""
+        """The completion of an ``answer`` to ``start``. Raises EngineError where no server could answer."""
         try:
             choice, version = answer.result()
         except RequestRefused as refused:
@@ -370,7 +362,7 @@ class ServerEngine:
             return Completion(prompt.id, index, nothing, None, None, "error", error=f"{refused}")
         ids, values = checked(choice, prompt)
         reason, error = self._ending(choice.finish_reason, ids, prompt, sampling)
-        # by the table above
+        # The logprobs by the table above.
         plain = values if sampling.is_plain else None
         logp = values if self.kind == "processed" else plain
         return Completion(
@@ -446,6 +438,7 @@ def _opened(
     if is_sglang(openai):
         openai = SglangEndpoint.of(at, config, section, url_key="urls", thread=thread)
         kind_of_server = SglangServer
+    # Its addresses: for completions, for control, and for what takes longer.
     card = served(openai, config.name)
     control = Endpoint.of(at, config, section, url_key="urls", thread=thread)
     root = Endpoint(
@@ -469,7 +462,7 @@ def _opened(
 
 
 def _kind(endpoint: Endpoint, model: str, texts: Texts) -> Kind:
-    """Which logprobs a server returns."""
+    """Find out the kind of logprobs that a server returns."""
 
     def one_token(prompt: Prompt, sampling: Sampling) -> LogProbs | None:
         """The logprobs of a one-token answer, the most likely token's among them."""
@@ -479,6 +472,7 @@ def _kind(endpoint: Endpoint, model: str, texts: Texts) -> Kind:
             body["seed"] = stream_seed(sampling.seed, prompt.id, 0)
         return _read(prompt, endpoint.ask("completions", body)).logprobs
 
+    # A text after which the model is in doubt tells the kinds apart.
     for text in PROBES:
         ids = texts.tokenizer(text, add_special_tokens=False)["input_ids"]
         prompt = Prompt(f"probe {text}", np.asarray(ids, dtype=np.int64), max_new_tokens=1)
@@ -502,7 +496,7 @@ def _untold_tokenizer(
     """Why a server's tokenizer cannot be compared with the model's; empty where they make the same ids of a text.
     Raises EngineError where they do not: stop strings and ends would be another model's.
     """
-    text, expected = SPELT, texts.tokenizer(SPELT, add_special_tokens=False)["input_ids"]
+    text, expected = SPELLED, texts.tokenizer(SPELLED, add_special_tokens=False)["input_ids"]
     while max_model_len is not None and len(expected) >= max_model_len:
         text = text[: len(text) // 2]
         expected = texts.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -517,7 +511,7 @@ def _untold_tokenizer(
     if found != [*expected]:
         raise EngineError(
             f"server: {endpoint.url} makes the ids {found[:8]} of {text[:8]!r}... and the model's tokenizer "
-            f"{[*expected][:8]}; expected a server of the same tokenizer; serve the model's directory, or correct "
+            f"{[*expected][:8]}; expected the same tokenizer; serve the model's directory, or correct "
             f"{endpoint.url_key}"
         )
     return ""
@@ -555,7 +549,7 @@ def _read(prompt: Prompt, answer: Any) -> Choice:
 
 
 OF_A_PATH = re.compile(r"#\d+@\d+$")
-"""What follows a row's id in that of a turn's prompt: sample and turn (``rl/sampler.py``)."""
+"""Suffix of a row's id in the id of a turn's prompt: sample and turn (``rl/sampler.py``)."""
 
 
 class Stream:
@@ -600,7 +594,7 @@ class Stream:
         affinity = OF_A_PATH.sub("", prompt.id) if affinity is None else affinity
         future = self._engine.start(prompt, index, self._sampling, affinity, self._homes, priority)
         self._asked[key] = prompt, index, future
-        future.add_done_callback(partial(self._say, key))
+        future.add_done_callback(lambda _: self._put(key))
 
     def take(self, key: int) -> Completion:
         """A completion that is there. Raises EngineError where no server could answer."""
@@ -616,6 +610,3 @@ class Stream:
         """Cancel what was not taken; the servers stop working on it."""
         for _, _, future in self._asked.values():
             future.cancel()
-
-    def _say(self, key: int, _: Future[Any]) -> None:
-        self._put(key)

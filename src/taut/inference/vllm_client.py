@@ -37,37 +37,20 @@ import httpx2
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from taut.config import configclass, read_secret, read_url
+from taut.config import read_secret, read_url
 from taut.errors import EngineError, RequestRefused
+from taut.inference.settings import EndpointConfig
 from taut.io import http
 from taut.types import FloatArray, IntArray, Prompt
 
 MAX_BYTES = 2**27
 """Bytes an answer may have, decompressed: a token with its logprob takes about a hundred."""
-SHOWN = 300
+MAX_MESSAGE = 300
 """Characters of a server's own message that are repeated."""
 
 
 class NoAnswer(EngineError):
     """A server that did not answer, however often it was asked."""
-
-
-@configclass
-class EndpointConfig:
-    """How an OpenAI-compatible endpoint is asked."""
-
-    name: str | None = None
-    """The model's name there; by default the only one it serves."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the API key; none is sent by default."""
-    timeout: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds a request may take."""
-    retries: Annotated[int, Field(ge=0)] = 5
-    """How often a request that failed in transit, or that the server was too busy for, is sent again."""
-    backoff: Annotated[float, Field(ge=0)] = 0.5
-    """Seconds before it is sent again for the first time; they double each time."""
-    concurrency: Annotated[int, Field(ge=1)] = 32
-    """Requests under way at a time, at each server."""
 
 
 class Endpoint:
@@ -122,7 +105,7 @@ class Endpoint:
         )
 
     def once(self) -> Endpoint:
-        """The same endpoint, whose requests are sent once."""
+        """The endpoint without retries."""
         single = copy.copy(self)
         single._retries = replace(self._retries, attempts=1)
         return single
@@ -139,7 +122,7 @@ class Endpoint:
     def ask(
         self, path: str, body: dict[str, Any] | None = None, within: float | None = None
     ) -> Any:
-        """The same, waited for. Raises TimeoutError after ``within`` seconds."""
+        """Send a request, and wait for its answer. Raises TimeoutError after ``within`` seconds."""
         return _awaited(self.start(path, body), within)
 
     def tell(self, path: str, body: dict[str, Any], within: float | None = None) -> None:
@@ -182,19 +165,21 @@ class Endpoint:
                 f"server: {place} answered {self._safe(str(error))}; expected an uncompressed answer of at most "
                 f"{MAX_BYTES:,} bytes; {endpoint}"
             ) from None
+        # A refusal: who may correct it.
         if not answer.is_success:
             refusal = f"server: HTTP {answer.status} from {place}: {self._message(answer)}"
-            if answer.status in (401, 403):
-                raise EngineError(
-                    f"{refusal}; expected to be let in; set {self.section}server.api_key_env to the name of the "
-                    "environment variable with the key"
-                )
-            if 400 <= answer.status < 500 and answer.status not in (404, 405):
-                raise RequestRefused(refusal)
-            raise EngineError(
-                f"{refusal}; expected an OpenAI-compatible endpoint; set {self.url_key} as in "
+            remedy = (
+                f"expected an OpenAI-compatible endpoint; set {self.url_key} as in "
                 "http://127.0.0.1:8000/v1"
             )
+            if answer.status in (401, 403):
+                remedy = (
+                    f"expected to be let in; set {self.section}server.api_key_env to the name of the environment "
+                    "variable with the key"
+                )
+            elif 400 <= answer.status < 500 and answer.status not in (404, 405):
+                raise RequestRefused(refusal)
+            raise EngineError(f"{refusal}; {remedy}")
         if not is_json:
             return None
         try:
@@ -217,7 +202,7 @@ class Endpoint:
 
     def _shown(self, text: str) -> str:
         line = " ".join(self._safe(text).split())
-        return line if len(line) <= SHOWN else line[:SHOWN] + "..."
+        return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "..."
 
     def _safe(self, text: str) -> str:
         return text.replace(self._secret, "***") if self._secret else text
@@ -233,7 +218,7 @@ def _awaited(future: Future[Any], within: float | None = None) -> Any:
 ABOVE_ZERO = 1e-4
 """How far rounding may lift a logprob above 0."""
 BELOW_ALL = -9999.0
-"""What vLLM writes for minus infinity, which no sampled token has."""
+"""Number that vLLM writes for minus infinity, which no sampled token has."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """A server's logprob further than this (nats) from taut's own in float32 is another model's, by the server's dtype.
 Measured with vLLM 0.32 on a CPU, SmolLM2-135M-Instruct: 4.7e-5 and 0.33 at most (greedy: 0.17; docs/serving.md);
@@ -291,21 +276,21 @@ def served(endpoint: Endpoint, name: str | None) -> Card:
     listed = parsed(Models, endpoint.ask("models")).data
     cards = [card for card in listed if card.id == name or PUSHED not in card.id]
     names, key = ", ".join(card.id for card in cards) or "none", f"{endpoint.section}server.name"
+    fitting = [card for card in cards if name in (None, card.id)]
     if any(card.owned_by == "sglang" for card in cards):
-        raise EngineError(
-            f"server: {endpoint.url} is SGLang, which is asked for completions only; expected vLLM; serve the model "
-            f"with it, or correct {endpoint.url_key}"
+        fault = (
+            "is SGLang, which is asked for completions only; expected vLLM; serve the model with it, or correct "
+            f"{endpoint.url_key}"
         )
-    if name is None and len(cards) != 1:
-        raise EngineError(
-            f"server: {endpoint.url} serves {len(cards)} models ({names}); expected one, or to be told which; set {key}"
+    elif name is None and len(cards) != 1:
+        fault = (
+            f"serves {len(cards)} models ({names}); expected one, or to be told which; set {key}"
         )
-    for card in cards:
-        if name in (None, card.id):
-            return card
-    raise EngineError(
-        f"server: {endpoint.url} serves {names}; expected {key}={name}; set it to a name that is served"
-    )
+    elif fitting:
+        return fitting[0]
+    else:
+        fault = f"serves {names}; expected {key}={name}; set it to a name that is served"
+    raise EngineError(f"server: {endpoint.url} {fault}")
 
 
 def checked(choice: Choice, prompt: Prompt) -> tuple[list[int], FloatArray | None]:
@@ -313,30 +298,32 @@ def checked(choice: Choice, prompt: Prompt) -> tuple[list[int], FloatArray | Non
     if choice.token_ids is None:
         raise no_ids("token_ids")
     sent = prompt.ids_T.tolist()
+    values, fault = None, ""
+    if choice.logprobs is not None:
+        values = np.array(choice.logprobs.token_logprobs, dtype=np.float64)
     if choice.prompt_token_ids is not None and choice.prompt_token_ids != sent:
-        raise EngineError(
-            f"{prompt.id}: the server read {len(choice.prompt_token_ids)} prompt ids that differ from the {len(sent)} "
-            "sent; expected the same ids; serve it with an endpoint that takes token ids as they are"
+        fault = (
+            f"read {len(choice.prompt_token_ids)} prompt ids that differ from the {len(sent)} sent; expected the same "
+            "ids; serve it with an endpoint that takes token ids unchanged"
         )
-    if choice.logprobs is None:
-        return choice.token_ids, None
-    values = np.array(choice.logprobs.token_logprobs, dtype=np.float64)
-    if values.size != len(choice.token_ids):
-        raise EngineError(
-            f"{prompt.id}: the server returned {values.size} logprobs for {len(choice.token_ids)} tokens; "
-            "expected one each; serve the model with vLLM"
+    elif values is not None and values.size != len(choice.token_ids):
+        fault = (
+            f"returned {values.size} logprobs for {len(choice.token_ids)} tokens; expected one each; serve the model "
+            "with vLLM"
         )
-    if not ((values > BELOW_ALL) & (values <= ABOVE_ZERO)).all():
-        raise EngineError(
-            f"{prompt.id}: the server returned {values.max():g} as a logprob; expected at most 0; start vLLM with "
+    elif values is not None and not ((values > BELOW_ALL) & (values <= ABOVE_ZERO)).all():
+        fault = (
+            f"returned {values.max():g} as a logprob; expected at most 0; start vLLM with "
             "--logprobs-mode raw_logprobs"
         )
+    if fault:
+        raise EngineError(f"{prompt.id}: the server {fault}")
     return choice.token_ids, values
 
 
 def no_ids(what: str) -> EngineError:
     return EngineError(
-        f"server: an answer without {what}; expected the ids as sampled, since text is never tokenised again; "
+        f"server: an answer without {what}; expected the ids as sampled, since text is never tokenized again; "
         "serve the model with vLLM 0.10.2 or newer (return_token_ids)"
     )
 
@@ -367,7 +354,7 @@ class WorkerState(BaseModel):
     """Whether a probe has to be its only request: on a CPU with --enable-lora, vLLM's engine ends at prompt_logprobs
     in a batch with other requests (vllm-project/vllm#16668)."""
     gpu: str | None = None
-    """The UUID of the GPU that it computes on; None: it computes on none, or does not say."""
+    """UUID of the worker's GPU; None where it has none, or does not say."""
 
     @property
     def origin(self) -> str:
@@ -429,7 +416,7 @@ class VllmServer:
     control: Endpoint
     """The root for vLLM's own requests."""
     root: Endpoint
-    """The same, with the time limit for loading weights."""
+    """The root with the time limit for loading weights."""
     base: str
     """The model's name there."""
 
@@ -443,7 +430,7 @@ class VllmServer:
         return parsed(_Results[WorkerState], self.control.ask("collective_rpc", {**_HELD})).results
 
     async def held(self, client: httpx2.AsyncClient) -> list[WorkerState]:
-        """The same, for coroutines of the thread."""
+        """State of each worker, for coroutines of the thread."""
         answer = await self.control.send(client, "collective_rpc", {**_HELD})
         return parsed(_Results[WorkerState], answer).results
 
@@ -453,9 +440,8 @@ class VllmServer:
         for result in parsed(_Results[_LoadResult], answer).results:
             if result.error is not None:
                 raise EngineError(
-                    f"server: it {result.error}; expected to see the files that were written there and be allowed to "
-                    "read them; set rollout.server.sync.folder to a folder that both see under one name and that its "
-                    "user may read, or run it as the user who trains (docs/weights.md)"
+                    f"server: it {result.error}; expected to see and read what was written there; set "
+                    "rollout.server.sync.folder to a folder that both see and it may read (docs/weights.md)"
                 )
 
     def checksums(self, names: Sequence[str]) -> list[list[ParameterReport]] | None:
@@ -470,8 +456,8 @@ class VllmServer:
         except RequestRefused as error:
             if not self.serves(name):
                 raise RequestRefused(
-                    f"{error} (to load it the server must see {folder} under this name and be allowed to read it: set "
-                    "rollout.server.sync.folder, or run it as the user who trains; docs/weights.md)"
+                    f"{error} (expected to see and read {folder} to load it; set rollout.server.sync.folder to a "
+                    "folder that both see and it may read; docs/weights.md)"
                 ) from None
 
     def unload_adapter(self, name: str) -> None:
@@ -544,9 +530,8 @@ class VllmServer:
             can_sleep = None
         if can_sleep is not True:
             raise EngineError(
-                f"server: {self.openai.url} cannot sleep (rollout.server.sync.sleep=true); expected vLLM whose "
-                "/server_info says enable_sleep_mode; start it with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode, or "
-                "take rollout.server.sync.sleep out"
+                f"server: {self.openai.url} cannot sleep; expected it to; start it with VLLM_SERVER_DEV_MODE=1 and "
+                "--enable-sleep-mode, or take rollout.server.sync.sleep out"
             )
 
     def sleep(self) -> None:
@@ -563,8 +548,8 @@ class VllmServer:
         return any(card.id == name for card in parsed(Models, self.openai.ask("models")).data)
 
     def empty_prefix_cache(self) -> None:
-        """Empty the cache of keys and values, which are those of the old weights. Frozen requests compute theirs again,
-        with the new weights.
+        """Empty the cache of keys and values of the old weights. Frozen requests compute theirs again, with the new
+        weights.
         """
         path = "reset_prefix_cache" + ("?reset_running_requests=true" if self.pauses else "")
         for _ in range(EMPTYING):

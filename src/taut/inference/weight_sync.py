@@ -59,20 +59,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from taut.config import Decision, configclass, home_path
+from taut.config import Decision, home_path
 from taut.data.packing import pack
-from taut.errors import ConfigError, EngineError, OutputError, TautError
+from taut.errors import EngineError, OutputError
 from taut.inference import worker as worker_package
 from taut.inference.server_pool import Pool, Restarted, Server, Serving, require_held
+from taut.inference.settings import SyncConfig
 from taut.inference.vllm_client import (
     PUSHED,
     TOLERANCE,
@@ -88,14 +88,14 @@ from taut.inference.weight_transfer import (
     Sent,
     Transfer,
     TransferServer,
-    Transport,
     choose,
     options,
 )
 from taut.inference.worker.taut_worker import checksum
 from taut.io.temporary import MEMORY, PRIVATE, TemporaryFolder
-from taut.models.byte_rows import quantised_layers
-from taut.models.lora import Whole, is_adapted, plain_groups, plain_skeleton, save_adapter
+from taut.models.lora.adapters import is_adapted
+from taut.models.lora.merge import Whole, plain_groups, plain_skeleton, save_adapter
+from taut.models.quantized.quantized_storage import quantized_layers
 from taut.models.scorer import Scorer, evaluating
 from taut.models.weight_files import converted
 from taut.train import distributed
@@ -105,7 +105,7 @@ from taut.types import FloatArray, IntArray, Sample
 EXTENSION = "--worker-extension-cls taut_worker.TautWorker"
 PROCESSED = "--logprobs-mode processed_logprobs"
 LOADS_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-"""What a vLLM server is started with."""
+"""Options with which a vLLM server is started."""
 PROBE = "The quick brown fox jumps over the lazy dog. 12 x 3.5 = 42, so: what comes next?"
 """The text whose logprobs server and model must agree on."""
 PROBE_TOKENS = 32
@@ -116,36 +116,6 @@ FILE_BYTES = 2 * 2**30
 
 T = TypeVar("T")
 Mode = Literal["full", "adapter"]
-
-
-@configclass
-class SyncConfig:
-    """How the servers' weights follow those in training."""
-
-    mode: Literal["auto", "full", "adapter"] = "auto"
-    """What is pushed. full: every weight, adapters merged. adapter: only the LoRA adapter. auto: the adapter where one
-    is trained and the server can load it, else every weight."""
-    folder: str | None = None
-    """A folder with room for the weights that this process and the servers all see. By default one in /dev/shm that
-    only the user who trains can read. Users who can read a folder named here can read the weights, unless every user
-    can write in it."""
-    timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds a server may take to load them."""
-    sleep: bool = False
-    """Whether the servers sleep while the model trains, for servers on the GPUs that train: their weights are then in
-    the host's memory, and keys and values nowhere. Requires vLLM with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1,
-    and rollout.lag=0."""
-    transport: Transport = "auto"
-    """How every weight gets to vLLM. files: through ``folder``. nccl, ipc: by vLLM's own transfer, with which the
-    server was started: to other GPUs, or to a server on this process's GPU. auto: the server's own where it can be
-    used, else files."""
-
-    def __post_init__(self) -> None:
-        if self.transport in ("nccl", "ipc") and self.mode == "adapter":
-            raise ConfigError(
-                f"server.sync.transport={self.transport} sends every weight, and server.sync.mode=adapter only an "
-                "adapter; expected mode=full, or transport=files; set one of them"
-            )
 
 
 @dataclass(frozen=True)
@@ -167,7 +137,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingModel:
     """The weights and logprobs of the model in training. All ranks call the methods together."""
 
     scorer: Scorer
@@ -186,21 +156,21 @@ class Trained:
 
 
 @dataclass(frozen=True, eq=False)
-class _Push:
+class _PushRecord:
     """The last push, on the writer only: what each server gets, and what it must then show."""
 
     version: int
     number: int
-    """Which push of this run it is."""
+    """Number of the push in this run."""
     folder: Path | None
-    """The folder with its files; None: it is sent without files."""
+    """Folder with the files of the push; None where it is sent without files."""
     dtype: str
     expected_N: FloatArray
     """The training model's logprobs of the probe."""
     num_written: int = 0
     """Bytes of what was written."""
     sent: Sent = field(default_factory=Sent)
-    """What was sent without files."""
+    """Tensors that were sent without files."""
     proven: list[tuple[list[list[ParameterReport]], tuple[int, list[str]]]] = field(
         default_factory=list
     )
@@ -213,13 +183,13 @@ class _Push:
 
     @property
     def tensors(self) -> Sent | Files:
-        """What a server must have."""
+        """Tensors that a server must have."""
         return self.sent if self.folder is None else Files(written(self.folder))
 
 
 @dataclass(frozen=True)
-class _Findings:
-    """What the servers are, as the writer finds out."""
+class _ServerCapabilities:
+    """Capabilities of the servers, as the writer finds them."""
 
     mode: Mode
     dtype: str
@@ -230,12 +200,14 @@ class _Findings:
     way: Choice
 
 
-class Sync:
-    """Pushes weights to the servers of a pool and remembers the last push. Every rank has a Sync and calls it together
-    with the others; only the writer's talks to the servers. ``close`` removes the files.
+class WeightSync:
+    """Pushes weights to the servers of a pool and remembers the last push. Every rank has a WeightSync and calls it
+    together with the others; only the writer's talks to the servers. ``close`` removes the files.
     """
 
-    def __init__(self, pool: Pool, trained: Trained, config: SyncConfig, probe_T: IntArray) -> None:
+    def __init__(
+        self, pool: Pool, trained: TrainingModel, config: SyncConfig, probe_T: IntArray
+    ) -> None:
         """Raises EngineError, with the command that starts another, for a server whose weights cannot be changed."""
         self.pool, self.trained, self.config, self.probe_T = pool, trained, config, probe_T
         self.proofs: list[Proof] = []
@@ -243,8 +215,9 @@ class Sync:
         self.is_asleep = False
         """Whether the servers sleep, on all ranks alike."""
         self.restarts = 0
-        """How often a restarted server got the last push again."""
-        found = _together(trained.ranks, self._look_at_servers)
+        """Number of times that a restarted server got the last push again."""
+        # What the servers can do, which the writer finds out.
+        found = trained.ranks.run_on_writer(self._look_at_servers)
         self.mode, self._dtype, self._way = found.mode, found.dtype, found.way
         self._can_pause, self._is_probed_alone = found.can_pause, found.is_probed_alone
         self._transfer: Transfer | None = None
@@ -255,7 +228,7 @@ class Sync:
             self._transfer = Transfer(found.way.transport, gpu, dtype, config.timeout)
         self._folder = Folder(config.folder) if trained.ranks.is_writer else None
         self._count = 0
-        self._last: _Push | None = None
+        self._last: _PushRecord | None = None
         self._logp: dict[Server, FloatArray] = {}
         """Each server's last logprobs of the probe."""
         self._adapters: dict[Server, dict[str, Path]] = {server: {} for server in pool.servers}
@@ -298,18 +271,14 @@ class Sync:
             )
         found = [Decision("requests during a push", value, reason)]
         if self.mode == "full":
-            found.append(Decision("weight transfer", self._way.transport, self._way_reason))
+            reason = self._way.reason
+            if silent := [server.url for server in self._way.servers if not server.has_extension]:
+                reason += f"; logprobs alone prove it, since {silent[0]} is without taut's worker extension"
+            found.append(Decision("weight transfer", self._way.transport, reason))
         if self.config.sleep:
             reason = "rollout.server.sync.sleep: weights in the host's memory, no keys and values (/sleep?level=1)"
             found.append(Decision("servers between rollouts", "sleep", reason))
         return found
-
-    @property
-    def _way_reason(self) -> str:
-        silent = [server.url for server in self._way.servers if not server.has_extension]
-        if silent:
-            return f"{self._way.reason}; logprobs alone prove it, since {silent[0]} is without taut's worker extension"
-        return self._way.reason
 
     @property
     def version(self) -> int:
@@ -324,30 +293,36 @@ class Sync:
             return self._push(version)
 
     def _push(self, version: int) -> list[Proof]:
+        # Write the weights for the servers, where they are not sent without files.
         expected_N, ranks = self.trained.log_probs(self.probe_T), self.trained.ranks
         self._count += 1
         if self._transfer is None:
             self._gathered(partial(self._write, version, expected_N))
+        # Have the servers load them, while they get no new requests, and prove it.
         waits = self._is_probed_alone or (self.mode == "full" and not self._can_pause)
         self._free_memory()
         self.is_asleep = False  # ``_feed`` wakes them
         with self.pool.held(until_empty=waits):
             ranks.gather(None)  # requests of all ranks have ended, or are held
             if self._transfer is None:
-                outcomes = _together(ranks, self._feed_all)
+                outcomes = ranks.run_on_writer(self._feed_all)
             else:
                 outcomes = self._gathered(partial(self._send, version, expected_N))
             self._apply([serving for serving, _ in outcomes])
         self.proofs = [proof for _, proof in outcomes if proof is not None]
         if not self.pool.in_use:
             raise EngineError(f"weights after step {version}: {self.pool.failure}")
+        # Remove what neither new requests need nor those under way: adapters on the servers, and files.
         under_way = ranks.gather({server.url: +server.models for server in self.pool.servers})
         if ranks.is_writer:
             for server in self.pool.in_use:
                 self._unload(
                     server, {name for named in under_way for name in named.get(server.url, ())}
                 )
-            self._remove_files()
+            assert self._folder is not None and self._last is not None
+            kept = {folder for named in self._adapters.values() for folder in named.values()}
+            last = {self._last.folder} if self._last.folder is not None else set()
+            self._folder.keep_only({*last, *kept})
         return self.proofs
 
     def hold(self) -> None:
@@ -355,12 +330,15 @@ class Sync:
         ranks then use the same servers.
         """
         ranks = self.trained.ranks
-        outcomes = _together(ranks, self._hold)
+        outcomes = ranks.run_on_writer(self._hold)
         if not ranks.is_writer:  # the writer knows: what it found out, or that they came back since
             self._apply(outcomes)
-        if self._transfer is not None and (num_back := _together(ranks, self._num_back)):
-            self.push(self.version)  # nothing was trained since
-            self.restarts += num_back
+        # Without files, servers that did not answer or were started again, and answer now, get another push.
+        if self._transfer is not None:
+            gone = [it for it in self.pool.servers if isinstance(it.failure, NoAnswer | Restarted)]
+            if num_back := ranks.run_on_writer(lambda: sum(map(_answers, gone))):
+                self.push(self.version)  # nothing was trained since
+                self.restarts += num_back
         self.restarts = ranks.gather(self.restarts)[0]
         if not self.pool.in_use:
             raise self.pool.failure
@@ -369,13 +347,13 @@ class Sync:
         """Before generation: wake the servers, if they sleep."""
         if self.is_asleep:
             self._free_memory()
-            _together(self.trained.ranks, partial(self._tell_all, VllmServer.wake))
+            self.trained.ranks.run_on_writer(partial(self._tell_all, VllmServer.wake))
             self.is_asleep = False
 
     def rest(self) -> None:
         """After generation: have the servers sleep, where ``sleep`` asks for it. No request is under way."""
         if self.config.sleep and not self.is_asleep:
-            _together(self.trained.ranks, partial(self._tell_all, VllmServer.sleep))
+            self.trained.ranks.run_on_writer(partial(self._tell_all, VllmServer.sleep))
             self.is_asleep = True
 
     def _tell_all(self, tell: Callable[[VllmServer], None]) -> None:
@@ -399,29 +377,26 @@ class Sync:
 
     def _gathered(self, work: Callable[[Whole], T]) -> T:
         """The result of ``work`` on the writer, which is given the whole weights, returned or raised on every rank."""
-        ranks = self.trained.ranks
-        outcome: T | TautError | None = None
-        with distributed.whole_tensors(self.trained.scorer.model, ranks) as whole:
-            if whole is not None:
-                outcome = _outcome(partial(work, whole))
-        return _shared(ranks, outcome)
+        model, ranks = self.trained.scorer.model, self.trained.ranks
+        return distributed.run_with_whole_tensors(model, ranks, work)
 
-    def _look_at_servers(self) -> _Findings:
+    def _look_at_servers(self) -> _ServerCapabilities:
         """Raises EngineError for servers whose weights cannot be changed as asked."""
         model, servers = self.trained.scorer.model, [server.vllm for server in self.pool.servers]
+        # What the model allows.
         wanted, obstacle = self.config.mode, _obstacle(model)
         if wanted == "adapter" and obstacle is not None:
             raise EngineError(
                 f"rollout.server.sync.mode=adapter, and {obstacle}; expected a plain LoRA adapter; set it to full"
             )
-        is_quantised = any(quantised_layers(model))
-        if is_quantised and (wanted == "full" or obstacle is not None):
+        is_quantized = any(quantized_layers(model))
+        if is_quantized and (wanted == "full" or obstacle is not None):
             why = obstacle or "rollout.server.sync.mode=full"
             raise EngineError(
-                f"the base is quantised, and {why}: a server would need whole weights that are not what it holds; "
-                "expected a plain LoRA adapter, pushed alone (rollout.server.sync.mode=adapter); or set "
-                "rollout.engine=local"
+                f"the base is quantized, and {why}; expected a plain LoRA adapter, pushed alone; set "
+                "rollout.server.sync.mode=adapter, or rollout.engine=local"
             )
+        # What the servers are, and by which way they take weights.
         workers = [server.worker() for server in servers]
         dtypes = ["unknown" if worker is None else worker.dtype for worker in workers]
         is_alone = any(worker is not None and worker.is_probed_alone for worker in workers)
@@ -436,13 +411,14 @@ class Sync:
                     f"rollout.server.sync.transport={transport}, and {way.reason}; expected vLLM that takes them; "
                     f"{how_to_start(servers[0].base, transport)}, or set rollout.server.sync.transport=files"
                 )
+        # The adapter alone where each server takes it, else all weights.
         mode: Mode | None = None
         takes_adapters = [
             wanted != "full" and obstacle is None and server.takes_adapters() for server in servers
         ]
         if all(takes_adapters):
             mode = "adapter"
-        elif wanted != "adapter" and not is_quantised:
+        elif wanted != "adapter" and not is_quantized:
             if way.servers:
                 dtypes = [server.dtype for server in way.servers]
                 is_alone = any(server.is_probed_alone for server in way.servers)
@@ -467,7 +443,7 @@ class Sync:
         # A server that wakes is paused until it has all its memory: resuming it before would be wrong.
         pauses = not self.config.sleep and all(server.pauses for server in servers)
         can_pause = mode == "full" and not is_alone and pauses
-        return _Findings(mode, dtypes[0], can_pause, is_alone, way)
+        return _ServerCapabilities(mode, dtypes[0], can_pause, is_alone, way)
 
     def _write(self, version: int, expected_N: FloatArray, whole: Whole) -> None:
         """Write the next push as the writer."""
@@ -482,7 +458,7 @@ class Sync:
             save_adapter(model, folder, whole)
             num_bytes = sum(file.stat().st_size for file in folder.iterdir())
         self._folder.share(folder)
-        self._last = _Push(version, self._count, folder, self._dtype, expected_N, num_bytes)
+        self._last = _PushRecord(version, self._count, folder, self._dtype, expected_N, num_bytes)
 
     def _feed_all(self) -> list[tuple[Serving | EngineError, Proof | None]]:
         """Give all servers the last push, at the same time; those that do not answer are left to ``_revive``."""
@@ -506,7 +482,7 @@ class Sync:
         """Give all servers that answer the weights, without files: each on a thread, while this one gathers them."""
         transfer = self._transfer
         assert transfer is not None
-        push = self._last = _Push(version, self._count, None, self._dtype, expected_N)
+        push = self._last = _PushRecord(version, self._count, None, self._dtype, expected_N)
 
         def feed(server: Server, delivery: Delivery) -> tuple[Serving | EngineError, Proof | None]:
             try:
@@ -519,6 +495,7 @@ class Sync:
             finally:
                 delivery.leave()
 
+        # A thread for each server waits for what this one sends.
         servers = self.pool.servers
         deliveries = [Delivery() for _ in servers]
         with ThreadPoolExecutor(len(servers), "weights") as threads:
@@ -530,19 +507,11 @@ class Sync:
             transfer.send(tensors, deliveries, push.sent)
             return [future.result() for future in fed]
 
-    def _num_back(self) -> int:
-        """The number of servers that were left out since they did not answer, or were started again, and answer now."""
-        failed = [
-            server
-            for server in self.pool.servers
-            if isinstance(server.failure, NoAnswer | Restarted)
-        ]
-        return sum(map(_answers, failed))
-
     def _feed(
-        self, server: Server, push: _Push, delivery: Delivery | None = None
+        self, server: Server, push: _PushRecord, delivery: Delivery | None = None
     ) -> tuple[Serving, Proof]:
         """Have a server load what was written, or is sent by ``delivery``, and prove it."""
+        # The server's own logprobs before.
         start, vllm = time.monotonic(), server.vllm
         if self.config.sleep:
             vllm.wake("weights")
@@ -553,6 +522,7 @@ class Sync:
         name, num_equal = vllm.base, 0
         unread: list[str] = []
         workers = [] if push.dtype == "unknown" else vllm.workers()
+        # Load, and compare checksums of what arrived.
         if self.mode == "full":
             if workers[0].dtype != push.dtype:
                 raise EngineError(
@@ -588,6 +558,7 @@ class Sync:
             self._adapters[server][name] = push.folder
         if self.config.sleep:
             vllm.wake("kv_cache")
+        # Its logprobs are now those of the model in training.
         logp_N = vllm.log_probs(name, self.probe_T)
         self._require_same(logp_N, push.expected_N, None if is_first else before_N, push.dtype)
         self._logp[server] = logp_N
@@ -604,7 +575,7 @@ class Sync:
         return Serving(name, push.version, (workers,) if workers else ()), proof
 
     def _require_arrived(
-        self, push: _Push, checksums: list[list[ParameterReport]]
+        self, push: _PushRecord, checksums: list[list[ParameterReport]]
     ) -> tuple[int, list[str]]:
         with self._proving:
             for proven, outcome in push.proven:
@@ -630,8 +601,7 @@ class Sync:
         what = "as before the push: it keeps the old weights" if is_old else "of another model"
         raise EngineError(
             f"server: logprob {logp_N[at]:.4f} for id {self.probe_T[at + 1]} of the probe, {what}; expected "
-            f"{expected_N[at]:.4f} by the model in training (to within {limit:g}); serve the model that is trained, "
-            "and let no other client push to it"
+            f"{expected_N[at]:.4f} by the model in training (within {limit:g}); serve that, let nobody else push to it"
         )
 
     def _apply(self, outcomes: Sequence[Serving | EngineError]) -> None:
@@ -644,7 +614,7 @@ class Sync:
                 self.pool.admit(server)
 
     def _hold(self) -> list[Serving | EngineError]:
-        """What each server serves, or why it is left out."""
+        """The state that each server serves, or the error that leaves it out."""
         for server in self.pool.in_use if self._last is not None else ():
             try:
                 self._require_held(server)
@@ -683,13 +653,6 @@ class Sync:
                 if server.vllm.serves(name):
                     server.vllm.unload_adapter(name)
 
-    def _remove_files(self) -> None:
-        """Remove the files of pushes that no server needs any more."""
-        assert self._folder is not None and self._last is not None
-        folders = {folder for adapters in self._adapters.values() for folder in adapters.values()}
-        last = {self._last.folder} if self._last.folder is not None else set()
-        self._folder.keep_only({*last, *folders})
-
 
 def _transfers(server: Server) -> TransferServer:
     """A server that takes weights without files."""
@@ -714,27 +677,6 @@ def _obstacle(model: nn.Module) -> str | None:
         if getattr(settings, name, None):
             return f"vLLM loads no adapter with {what}"
     return None
-
-
-def _together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """The result of ``work`` on the writer, returned or raised on every rank."""
-    return _shared(ranks, _outcome(work) if ranks.is_writer else None)
-
-
-def _outcome(work: Callable[[], T]) -> T | TautError:
-    try:
-        return work()
-    except TautError as error:
-        return error
-
-
-def _shared(ranks: Ranks, outcome: T | TautError | None) -> T:
-    """The writer's outcome, returned or raised on every rank."""
-    shared = ranks.gather(outcome)[0]
-    if isinstance(shared, TautError):
-        raise shared
-    result: T = shared
-    return result
 
 
 def how_to_start(name: str, backend: str | None = None) -> str:
@@ -868,7 +810,7 @@ def written(folder: Path) -> dict[str, Tensor]:
 
 
 def served(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor as it is sent: on the CPU, floating-point numbers in the server's dtype."""
+    """A tensor to send: on the CPU, floating-point numbers in the server's dtype."""
     tensor = tensor.detach()
     return tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
 
@@ -899,6 +841,7 @@ def require_arrived(
     shards whose checksums add up. Raises EngineError for a parameter that is neither, and where the server reports
     no checksum at all.
     """
+    # The reports of all workers on each parameter.
     by_name: dict[str, list[ParameterReport]] = {}
     for report in (report for reports in workers for report in reports):
         by_name.setdefault(report.name, []).append(report)
@@ -912,13 +855,12 @@ def require_arrived(
         if sum(sums) % 2**64 != expected and any(value != expected for value in sums):
             raise EngineError(
                 f"server: {name} ({', '.join(parts)}) has checksum {sums[0]:016x}; expected {expected:016x}, that of "
-                "the weights just pushed; the server holds other weights: start it from the model that is trained, "
-                "and let no other client push to it"
+                "the weights just pushed; start it from the model that is trained, let nobody else push to it"
             )
         proven.update(parts)
     if not proven:
         raise EngineError(
-            f"server: it shows a checksum of none of the {len(tensors.names)} tensors just pushed; expected most of "
-            "them; serve the model that is trained, with the worker extension of this version of taut"
+            f"server: it shows a checksum of none of the {len(tensors.names)} tensors just pushed; expected most; "
+            "serve the model that is trained, with this version's worker extension"
         )
     return len(proven), [name for name in tensors.names if name not in proven]

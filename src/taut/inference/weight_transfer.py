@@ -38,7 +38,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import httpx2
 import torch
@@ -47,6 +47,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from taut.errors import EngineError
+from taut.inference.settings import Transport
 from taut.inference.vllm_client import (
     NoAnswer,
     ParameterReport,
@@ -69,15 +70,13 @@ ROUTES = tuple(
         "server_info",
     )
 )
-"""What a server has to answer."""
+"""Routes that a server has to answer."""
 VERSION = "taut"
 """Before the group, the version and the number of a push, in the version that a server is given."""
 ANSWERS = 5.0
 """Seconds within which a server that is there again answers."""
 UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 """With 1 a server takes handles of CUDA IPC by HTTP."""
-
-Transport = Literal["auto", "files", "nccl", "ipc"]
 
 
 class Gpu:
@@ -140,7 +139,7 @@ class _Config(BaseModel):
 
 
 class _Info(BaseModel):
-    """How a server was started, as far as it is read."""
+    """Settings with which a server was started, as far as they are read."""
 
     vllm_config: dict[str, Any]
     vllm_env: dict[str, Any]
@@ -163,7 +162,7 @@ class Described:
     """Whether it takes handles by HTTP."""
     has_extension: bool
     gpus: tuple[str | None, ...]
-    """Of each worker, as taut's extension says."""
+    """GPU of each worker, as taut's extension says."""
 
 
 def described(server: VllmServer) -> Described | str:
@@ -231,7 +230,7 @@ class TransferServer(VllmServer):
         return True
 
     def state(self, tag: str) -> WorkerState:
-        """What it says once it has the weights of this version. The group stands for the process."""
+        """State that the server reports once it has the weights of this version. The group stands for the process."""
         kind, group, number, *_ = [*tag.split("-"), "", ""]
         is_ours = kind == VERSION and number.isdecimal()
         return WorkerState(
@@ -271,11 +270,11 @@ class Chunk:
 
 @dataclass
 class Sent:
-    """What is known of the tensors that were sent."""
+    """Sizes and checksums of the tensors that were sent."""
 
     num_bytes: int = 0
     checksums: dict[str, tuple[int, int | None]] = field(default_factory=dict)
-    """Of each tensor: its checksum, and that of the columns that a kernel for CPUs is asked for."""
+    """Checksum of each tensor, and of the columns that a kernel for CPUs is asked for."""
 
     def add(self, chunk: Chunk) -> None:
         for name, tensor in chunk.tensors.items():
@@ -342,7 +341,7 @@ class Channel:
 
     @classmethod
     def doubt(cls, server: Described) -> str | None:
-        """What cannot be known about it before weights are sent; None: nothing."""
+        """Name the property of a server that only sending weights can prove; None where there is none."""
         return None
 
     def open(self) -> None:
@@ -380,7 +379,7 @@ class IpcChannel(Channel):
         super().__init__(server, gpu, timeout)
         self._buffer: Tensor | None = None
         self._handle: dict[str, Any] = {}
-        """What the server finds the buffer by."""
+        """Handle by which the server finds the buffer."""
 
     @classmethod
     def obstacle(cls, server: Described, gpu: Gpu) -> str | None:
@@ -503,7 +502,7 @@ class NcclChannel(Channel):
 
 
 def _on_thread(work: Callable[[], None]) -> Future[None]:
-    """What comes of work on a thread that may be left behind: one that waits in a library for ever."""
+    """Start work on a thread that may be left behind, where it waits in a library for ever."""
     future: Future[None] = Future()
 
     def run() -> None:
@@ -521,7 +520,7 @@ def _on_thread(work: Callable[[], None]) -> Future[None]:
 CHANNELS: dict[str, type[Channel]] = {
     channel.backend: channel for channel in (NcclChannel, IpcChannel)
 }
-"""By the backend that a server was started with."""
+"""Channels by the backend that a server was started with."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -597,7 +596,7 @@ class Nccl:
 
 
 def _buffers(tensor: Tensor) -> tuple[Any, ...]:
-    """What is sent, where it is received (the same), how much of it, and its type."""
+    """Arguments of NCCL for a tensor: send and receive buffer (one place), number of elements, type."""
     place = ctypes.c_void_p(tensor.data_ptr())
     return (
         place,
@@ -622,7 +621,7 @@ class Delivery:
     """One push to one server. The server's thread calls ``take``, and waits in it for the thread that sends."""
 
     ready: Future[Channel | None] = field(default_factory=Future)
-    """The way to a server that waits for weights; None: it will not."""
+    """The way to a server that waits for weights, or None."""
     arrived: Future[None] = field(default_factory=Future)
 
     def take(self, channel: Channel, tag: str) -> None:
@@ -720,6 +719,7 @@ def choose(wanted: Transport, gpu: Gpu, servers: Sequence[VllmServer]) -> Choice
         return Choice("files", "as asked")
     if not gpu.is_there:
         return Choice("files", f"this process computes on {gpu.device.type}, not on a GPU")
+    # Every server has to take them by one way, which this process can use.
     found: list[Described] = []
     for server in servers:
         own = described(server)

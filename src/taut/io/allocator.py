@@ -3,8 +3,14 @@
 glibc returns large blocks to the system as soon as they are freed. A training step frees and allocates gigabytes of
 activations, and every page that comes back is cleared by the kernel at its first use: 7 to 9% of a step on two cores.
 
+Kept without end, a heap grows from step to step: each has blocks of other lengths, for which the holes of the last one
+do not fit. So ``give_back_surplus``, asked before each step, gives the free pages back once the process holds a fifth
+more than a step needs. That takes some tenths of a second, and the next step clears its pages again; what it then holds
+is what it needs. oneDNN, which computes bfloat16 products, keeps half a megabyte for every shape that it has met:
+``bound_kernel_cache`` says how many.
+
 What it takes for a large block grows, to 32 MiB, as such blocks are freed. Smaller ones are cut from a heap that goes
-back from its end only, and reading a model that is quantised here fills it with holes: a rank that kept 0.5 GiB of a
+back from its end only, and reading a model that is quantized here fills it with holes: a rank that kept 0.5 GiB of a
 billion weights in int8 held 1.3.
 """
 
@@ -15,6 +21,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
@@ -25,6 +32,19 @@ _AFTERWARDS = {_TRIM_THRESHOLD: 2**26, _MMAP_THRESHOLD: 2**25}
 _RETURNED = {_TRIM_THRESHOLD: 2**20, _MMAP_THRESHOLD: 2**20}
 """Blocks of a MiB or more are mapped one by one."""
 _current = _AFTERWARDS
+SURPLUS = 1.2
+"""From this multiple of what a step needs on, free pages go back."""
+
+
+class _Level:
+    """Memory that the process has held at the beginnings of steps."""
+
+    needed = 0
+    """Bytes that a step needs: the most that one left which began without surplus."""
+    is_fresh = True
+    """Whether the step that has just ended began without surplus."""
+
+
 USER_SETTINGS = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
@@ -40,8 +60,39 @@ def keep_freed_memory() -> Iterator[None]:
     block and after it goes back to the system. Nothing happens where the C library is not glibc, or its settings are
     the user's; an older glibc maps blocks of more than 32 MiB all the same.
     """
+    _Level.needed, _Level.is_fresh = 0, True
     with _thresholds(_WITHIN):
         yield
+
+
+def give_back_surplus() -> None:
+    """Between two steps: give free pages back to the system where the process holds more than a step needs. Nothing
+    happens outside of ``keep_freed_memory``.
+    """
+    held = resident_bytes()
+    if held is None or _current is not _WITHIN:
+        return
+    if _Level.is_fresh:
+        _Level.needed = max(_Level.needed, held)
+    _Level.is_fresh = held > SURPLUS * _Level.needed
+    if _Level.is_fresh:
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
+def resident_bytes() -> int | None:
+    """Memory that this process holds; None where there is no /proc (macOS)."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def bound_kernel_cache() -> None:
+    """Let oneDNN keep the kernels of the shapes of a few micro-batches (of itself: 1,024), for a torch that is not
+    imported yet, unless the user has said how many.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
 @contextmanager
@@ -57,6 +108,7 @@ def return_freed_memory() -> Iterator[None]:
 def _thresholds(wanted: dict[int, int]) -> Iterator[None]:
     """Within the block, the settings ``wanted``; after it, those that were before."""
     global _current
+    # glibc alone, unless the user has chosen
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     has_glibc = library is not None and hasattr(library, "gnu_get_libc_version")
     if library is None or not has_glibc or any(os.environ.get(name) for name in USER_SETTINGS):

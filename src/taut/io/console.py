@@ -1,11 +1,11 @@
-"""What commands print, and to what. Printing never ends a command: what the encoding lacks is escaped, and a stream
+"""Output of commands. Printing never ends a command: characters that the encoding lacks are escaped, and a stream
 that fails is written to no more. Text from data cannot control the terminal: control characters are shown as escapes
 (``\\x1b``), and secrets in URLs as ``***``. ``terminal.py`` does the same for what rich prints.
 
     with guarded():                     sys.stdout and sys.stderr of a command, whichever code prints to them
     Printer.on(sys.stdout)              one stream, for the reports of a run that is started from Python
-    with told_when_slow("reading"):     a line on stderr, if it takes long
-    tell(line)                          the line that ends a command, which torchrun quotes too
+    with warn_if_slow("reading"):       a line on stderr, if it takes long
+    print_line(line)                    the line that ends a command, which torchrun quotes too
     is_first_on_host()                  which of several ranks prints how they end
     escaped(text), one_line(text)       control characters as escapes; in one_line also the ends of lines
     counted(1, "rows")                  1 row
@@ -20,12 +20,12 @@ import os
 import re
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from threading import Timer
-from typing import Any, Self, TextIO, cast
+from typing import Any, ClassVar, Self, TextIO, cast
 
 from taut.errors import redacted
 
@@ -42,13 +42,20 @@ PATIENCE = 10.0
 class Printer:
     """A text stream whose ``write`` and ``flush`` never raise."""
 
+    lock: ClassVar[threading.RLock] = threading.RLock()
+    """Held while something is written: the line of progress (progress.py) is drawn by a thread."""
+    before_write: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
+    """Wipes that line."""
+    is_line_open: ClassVar[bool] = False
+    """Whether the last text has not ended its line: a bar, a prompt."""
+
     def __init__(self, stream: TextIO | None, *, has_bars: bool = False) -> None:
         """``stream``: None, as Python has it, where the process began without one. ``has_bars``: libraries draw
         progress bars there, and a carriage return of one is written as it is.
         """
         self._stream = io.StringIO() if stream is None else stream
         self.failure = OSError(errno.EBADF, "it is closed") if stream is None else None
-        """Why nothing is written any longer; None: all is written."""
+        """Error after which nothing is written; None while all is written."""
         self._has_bars = has_bars
         self._may_return = True
         """Whether a carriage return could overwrite nothing but a progress bar."""
@@ -71,21 +78,40 @@ class Printer:
 
     @property
     def escaped_already(self) -> _EscapedAlready:
-        """The same stream for a writer that escapes texts itself, and writes escape sequences of its own."""
+        """The stream for a writer that escapes texts itself, and writes escape sequences of its own."""
         return _EscapedAlready(self)
 
     def _put(self, text: str) -> None:
-        if self._can_write():
-            encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            written = text.encode(encoding, "backslashreplace")
-            try:
-                descriptor = _non_blocking(self._stream)
-                if descriptor is None:
-                    self._stream.write(written.decode(encoding))
-                else:
-                    _write_waiting(descriptor, written)
-            except OSError as error:
-                self._fail(error)
+        with Printer.lock:
+            Printer.before_write()
+            self.put_raw(text)
+            if text:
+                Printer.is_line_open = not text.endswith(("\n", "\r"))
+
+    def put_raw(self, text: str) -> None:
+        """Write a text as it is."""
+        if not self._can_write():
+            return
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        written = text.encode(encoding, "backslashreplace")
+        try:
+            descriptor = self._stream.fileno()
+            is_blocking = os.get_blocking(descriptor)
+        except (OSError, ValueError, AttributeError):  # no file, or closed
+            descriptor, is_blocking = -1, True
+        try:
+            if is_blocking:
+                self._stream.write(written.decode(encoding))
+                return
+            # Python would drop what is left over: wait for a reader that takes something now and then
+            rest = memoryview(written)
+            while rest:
+                if not select.select([], [descriptor], [], PATIENCE)[1]:
+                    raise BlockingIOError(errno.EAGAIN, f"nothing was read for {PATIENCE:g} s")
+                with suppress(BlockingIOError):  # less room than select promises
+                    rest = rest[os.write(descriptor, rest) :]
+        except OSError as error:
+            self._fail(error)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -107,8 +133,19 @@ class Printer:
         return self.failure is None
 
     def _fail(self, error: OSError) -> None:
+        """Write no more, and empty the buffer: the interpreter would write it as it ends, and exit with code 120."""
         self.failure = error
-        _drop_buffered(self._stream)
+        with suppress(OSError):  # no file: then nothing is written at the end
+            descriptor = self._stream.fileno()
+            kept = os.dup(descriptor)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            try:
+                self._stream.flush()
+            finally:
+                os.dup2(kept, descriptor)
+                os.close(kept)
+                os.close(null)
 
 
 class _EscapedAlready:
@@ -155,15 +192,15 @@ def guarded() -> Iterator[None]:
             err.flush()
 
 
-def told_when_slow(what: str, after: float = SLOW) -> AbstractContextManager[None]:
+def warn_if_slow(what: str, after: float = SLOW) -> AbstractContextManager[None]:
     """Report on stderr what the command is doing, if the block takes longer than ``after`` seconds."""
-    return acted_when_slow(after, lambda: sys.stderr.write(f"taut: {what}\n"))
+    return call_if_slow(after, lambda: sys.stderr.write(f"taut: {what}\n"))
 
 
 @contextmanager
-def acted_when_slow(after: float, act: Callable[[], object]) -> Iterator[None]:
+def call_if_slow(after: float, act: Callable[[], object]) -> Iterator[None]:
     """Call ``act`` in a thread if the block takes longer than ``after`` seconds."""
-    timer = Timer(after, act)
+    timer = threading.Timer(after, act)
     timer.daemon = True
     timer.start()
     try:
@@ -172,41 +209,7 @@ def acted_when_slow(after: float, act: Callable[[], object]) -> Iterator[None]:
         timer.cancel()
 
 
-def _non_blocking(stream: TextIO) -> int | None:
-    """The descriptor of a stream that does not wait where its reader is slow; Python would drop what is left over."""
-    try:
-        descriptor = stream.fileno()
-        return None if os.get_blocking(descriptor) else descriptor
-    except (OSError, ValueError, AttributeError):  # no file, or closed
-        return None
-
-
-def _write_waiting(descriptor: int, text: bytes) -> None:
-    """Write all of it, waiting for a reader that takes something every ``PATIENCE`` seconds."""
-    rest = memoryview(text)
-    while rest:
-        if not select.select([], [descriptor], [], PATIENCE)[1]:
-            raise BlockingIOError(errno.EAGAIN, f"nothing was read for {PATIENCE:g} s")
-        with suppress(BlockingIOError):  # less room than select promises
-            rest = rest[os.write(descriptor, rest) :]
-
-
-def _drop_buffered(stream: TextIO) -> None:
-    """Empty the buffer of a stream that fails: the interpreter would write it as it ends, and exit with code 120."""
-    with suppress(OSError):  # no file: then nothing is written at the end
-        descriptor = stream.fileno()
-        kept = os.dup(descriptor)
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, descriptor)
-        try:
-            stream.flush()
-        finally:
-            os.dup2(kept, descriptor)
-            os.close(kept)
-            os.close(null)
-
-
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Print the line that ends a command, and pass it to torchrun, which quotes it in its table."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         fields = {"message": one_line(redacted(line)), "extraInfo": {"timestamp": int(time.time())}}
@@ -224,6 +227,7 @@ def is_first_on_host() -> bool:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:
         return os.environ.get("RANK", "0") == "0"
+    # torchrun's folder of the attempt, which all ranks of the host have: the first file wins
     attempt = Path(error_file).parent.parent  # ATTEMPT/LOCAL_RANK/error.json
     try:
         (attempt / "taut-reports").touch(exist_ok=False)
@@ -243,7 +247,7 @@ def escaped(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same, and the ends of lines escaped too."""
+    """Escape control characters and the ends of lines."""
     return escaped(text).replace("\n", "\\n")
 
 

@@ -18,7 +18,8 @@ import re
 import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -50,7 +51,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def require_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
-    """Raise OSError where ``status`` is not that of a regular file."""
+    """Raise OSError unless ``status`` is of a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kind = FILE_TYPES.get(stat.S_IFMT(status.st_mode), "not a file")
         raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", os.fspath(path))
@@ -94,10 +95,9 @@ def open_text(path: str | os.PathLike[str]) -> io.TextIOWrapper:
     return io.TextIOWrapper(open_regular(path), encoding="utf-8")
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
+def read_text(path: str | os.PathLike[str], limit: int = JSON_LIMIT) -> str:
     """The text of a regular file. Raises OSError, and UnicodeDecodeError if it is not UTF-8."""
-    with open_text(path) as file:
-        return file.read()
+    return io.TextIOWrapper(io.BytesIO(read_regular(path, limit)), encoding="utf-8").read()
 
 
 def read_json(path: str | os.PathLike[str], limit: int = JSON_LIMIT) -> Any:
@@ -145,14 +145,16 @@ def replace_directory(partial: Path, directory: Path) -> None:
 
     Between the two renames there is none: ``clear_leftovers`` puts the previous one back.
     """
+    # the new one is on disk before the old one goes
     sync_tree(partial)
     old = directory.with_name(f".{directory.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
     if directory.exists():
         directory.rename(old)
     partial.rename(directory)
     sync(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):
+        remove(old)
 
 
 @contextmanager
@@ -161,7 +163,7 @@ def replacing_directory(directory: Path) -> Iterator[Path]:
     replaced and nothing is left.
     """
     partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    remove(partial)
     try:
         partial.mkdir(parents=True)
         yield partial
@@ -173,18 +175,16 @@ def replacing_directory(directory: Path) -> Iterator[Path]:
 def clear_leftovers(folder: Path, names: Collection[str] | None = None) -> None:
     """Remove what killed writers left in a folder, and put back a directory that was about to be replaced.
 
-    ``names``: the files and directories whose leftovers are removed; None: all in the folder are taut's.
+    ``names``: the files and directories whose leftovers are removed; without it, all in the folder.
     """
     for path in list(folder.iterdir()):
         if not is_leftover(path, names):
             continue
         place = folder / path.name.removeprefix(".").removesuffix(".old")
-        if path.suffix == ".old" and not place.exists():
+        if path.suffix == ".old" and not place.exists() and not path.is_symlink():
             path.rename(place)
-        elif path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
         else:
-            path.unlink()
+            remove(path)
 
 
 def is_leftover(path: Path, names: Collection[str] | None = None) -> bool:
@@ -225,7 +225,7 @@ def digest(path: Path) -> str:
 
 
 def first_damaged(directory: Path, digests: Iterable[tuple[str, str]]) -> str:
-    """What is wrong with the first file that is missing or changed; empty if none is. ``digests``: name and SHA-256."""
+    """Describe the first file that is missing or changed; empty if none is. ``digests``: name and SHA-256."""
     for name, expected in digests:
         if not (directory / name).is_file():
             return f"{directory / name} is missing"
@@ -237,6 +237,24 @@ def first_damaged(directory: Path, digests: Iterable[tuple[str, str]]) -> str:
 def remove_directory(directory: Path) -> None:
     """Remove a directory, renamed first, so that a half-removed one never looks whole."""
     old = directory.with_name(f".{directory.name}.gone.partial")
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
     directory.rename(old)
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):
+        remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a directory with its contents, or a link, which is not followed; or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def links_out(path: Path, root: Path) -> Iterator[Path]:
+    """The symbolic links at or below a path that lead out of ``root``. None of them is followed."""
+    below = () if path.is_symlink() else os.walk(path)
+    names = (Path(folder, name) for folder, *both in below for name in chain(*both))
+    for link in filter(Path.is_symlink, chain([path], names)):
+        if not Path(os.path.realpath(link)).is_relative_to(root.resolve()):
+            yield link

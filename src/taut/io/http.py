@@ -57,6 +57,7 @@ ERROR_BYTES = 2**16
 """Bytes that are read of the body of an answer that is no success: it is for a message."""
 COMPRESSED = frozenset({"gzip", "x-gzip", "deflate"})
 PLAIN = frozenset({"", "identity"})
+EVENTS = "text/event-stream"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class Retries:
     """How often a request is sent, and the pauses in between."""
 
     attempts: int | None = None
-    """None: any number, until the caller's deadline."""
+    """Maximum attempts; without a number, the caller's deadline ends them."""
     first_pause: float = 0.5
     """Seconds before the second attempt; each pause is twice the one before, times a random factor from 0.5 to 1."""
     longest_pause: float = 30.0
@@ -122,7 +123,7 @@ class Unanswered(Exception):
     def __init__(self, message: str, answer: Answer | None = None) -> None:
         super().__init__(message)
         self.answer = answer
-        """The busy server's answer; None: there is none."""
+        """The busy server's answer, if it gave one."""
         self.num_attempts = 1
 
     @property
@@ -145,7 +146,7 @@ class Unanswered(Exception):
 def open_client(quiet: float | None = None) -> httpx2.AsyncClient:
     """A client for ``request``: any number of connections, kept alive.
 
-    ``quiet``: seconds without a byte after which a request fails. None: only the deadline ends it.
+    ``quiet``: seconds without a byte after which a request fails; without it, only the deadline ends one.
     """
     return httpx2.AsyncClient(
         verify=trusted(),
@@ -182,6 +183,7 @@ async def request(
 
 @contextmanager
 def _explained() -> Iterator[None]:
+    """Raise httpx2.ReadError and Refused for errors that httpx2 lets through."""
     try:
         yield
     except ssl.SSLError as error:  # a record changed on the way; httpx2 does not wrap it
@@ -201,6 +203,7 @@ async def _sent(
     json: Any = None,
 ) -> AsyncIterator[httpx2.Response]:
     """The response to a request after its redirects, its body unread."""
+    # one hop after the other
     target, own_headers = _checked(httpx2.URL(url)), dict(headers or {})
     for _ in range(redirects + 1):
         # a connection fails before the deadline: a TLS handshake that is cancelled would not close its socket
@@ -221,6 +224,7 @@ async def _sent(
             following = _redirected(target, response.headers.get("location"))
         finally:
             await response.aclose()
+        # another origin gets no headers of the caller
         if _origin(following) != _origin(target):
             own_headers = {}
         target = following
@@ -230,7 +234,7 @@ async def _sent(
 # -- files
 
 
-def look(url: str, quiet: float) -> Mapping[str, str]:
+def head(url: str, quiet: float) -> Mapping[str, str]:
     """The headers of what a GET of a file would return. Raises FileNotFoundError, Refused, and Unanswered after several
     attempts, Unreachable at once. ``quiet``: seconds that the server may take.
     """
@@ -261,6 +265,7 @@ def download(url: str, file: IO[bytes], quiet: float) -> None:
     Raises Unanswered where the connection breaks; ``file`` has what has arrived by then. ``quiet``: seconds without a
     byte after which it has broken. There is no deadline: a file may be large.
     """
+    # go on where an earlier attempt broke off
     headers = {"Range": f"bytes={file.tell()}-"} if file.tell() else {}
     begins = f"bytes {file.tell()}-"
 
@@ -287,6 +292,7 @@ class Unreachable(Unanswered):
 
 @contextmanager
 def _unanswered() -> Iterator[None]:
+    """Raise Unreachable and Unanswered for httpx2's errors of a connection."""
     try:
         with _explained():
             yield
@@ -335,13 +341,11 @@ async def request_again(
 
     def is_over(state: tenacity.RetryCallState) -> bool:
         is_used_up = state.attempt_number == retries.attempts
+        is_too_long = state.upcoming_sleep > LONGEST_WAIT
         end = anyio.current_time() + state.upcoming_sleep
-        return (
-            is_used_up
-            or state.upcoming_sleep > LONGEST_WAIT
-            or end > anyio.current_effective_deadline()
-        )
+        return is_used_up or is_too_long or end > anyio.current_effective_deadline()
 
+    # it is over with the attempts, with the deadline, or where the server asks for a long pause
     retrying = retry_loop(Unanswered, retries, is_over)
     try:
         return await retrying(attempt)
@@ -355,12 +359,13 @@ def retry_loop(
     retries: Retries,
     is_over: Callable[[tenacity.RetryCallState], bool],
 ) -> tenacity.AsyncRetrying:
-    """What calls a coroutine function until it raises no ``failure``, or ``is_over``: then the last one is raised."""
+    """Return the loop that calls a coroutine function until it raises no ``failure``, or ``is_over``; it raises the
+    last one.
+    """
 
     def pause(state: tenacity.RetryCallState) -> float:
-        doubled = min(
-            retries.first_pause * 2.0 ** (state.attempt_number - 1), retries.longest_pause
-        )
+        doubled = retries.first_pause * 2.0 ** (state.attempt_number - 1)
+        doubled = min(doubled, retries.longest_pause)
         error = None if state.outcome is None else state.outcome.exception()
         requested = error.retry_after if isinstance(error, Unanswered) else 0.0
         return max(requested, doubled * random.uniform(0.5, 1.0))
@@ -464,10 +469,12 @@ def parse_json(text: str) -> Any:
 
 
 async def _body(response: httpx2.Response, max_bytes: int) -> bytes:
+    """The body, decompressed. Raises Refused for another encoding, TooLarge for a success with more bytes."""
     encoding = response.headers.get("content-encoding", "").strip().lower()
     if encoding not in PLAIN | COMPRESSED:
         raise Refused(f"a body in the content encoding {encoding[:40]!r}")
     inflater = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS) if encoding in COMPRESSED else None
+    # bytes count as they arrive and as they are decompressed
     most = max_bytes if response.is_success else min(max_bytes, ERROR_BYTES)
     content, num_received = bytearray(), 0
     async for piece in response.aiter_raw():
@@ -486,10 +493,41 @@ async def _body(response: httpx2.Response, max_bytes: int) -> bytes:
     return bytes(content[:most])
 
 
+class _Bounded(httpx2.AsyncByteStream):
+    """A body that ends with an error after so many bytes."""
+
+    def __init__(self, body: httpx2.AsyncByteStream, max_bytes: int) -> None:
+        self._body, self._max_bytes = body, max_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        num_received = 0
+        async for piece in self._body:
+            num_received += len(piece)
+            if num_received > self._max_bytes:
+                raise httpx2.StreamError(f"more than {self._max_bytes:,} bytes, uncompressed")
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._body.aclose()
+
+
+def bounded(max_bytes: int) -> Callable[[httpx2.Response], Awaitable[None]]:
+    """A hook for another library's client: bodies of more bytes are errors, as are compressed ones. A stream of events
+    may go on; who reads it bounds an event."""
+
+    async def bound(response: httpx2.Response) -> None:
+        is_plain = response.headers.get("content-encoding", "").strip().lower() in PLAIN
+        if not (is_plain and response.headers.get("content-type", "").startswith(EVENTS)):
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = _Bounded(response.stream, max_bytes if is_plain else 0)
+
+    return bound
+
+
 def _redirected(url: httpx2.URL, location: str | None) -> httpx2.URL:
     """Where a redirect leads that is followed."""
     if location is None:
-        raise Refused("a redirect that says not where")
+        raise Refused("a redirect without a location")
     following = _checked(url.join(location))
     if url.scheme == "https" and following.scheme == "http":
         raise Refused("a redirect from https to http")

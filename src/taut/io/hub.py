@@ -68,8 +68,8 @@ def is_offline() -> bool:
     return constants.HF_HUB_OFFLINE and not is_ours
 
 
-def settled() -> str | None:
-    """Why the hub could not be reached at the last request; None: it could, or there was none."""
+def offline_reason() -> str | None:
+    """Reason why the hub was not reached at the last request, or None."""
     return None if _asked is None else _asked[1]
 
 
@@ -86,6 +86,7 @@ def pinned(path: str) -> tuple[str, dict[str, Any]]:
     name, revision = named(path)
     if Path(path).exists():
         return name, {}
+    # look the commit up once
     if path not in _commits:
         from huggingface_hub import hf_hub_download
 
@@ -95,7 +96,9 @@ def pinned(path: str) -> tuple[str, dict[str, Any]]:
 
 
 def explain(name: str, error: BaseException, kind: str = "model") -> str | None:
-    """What the hub's error behind ``error`` means for the repository ``name`` of a ``kind`` (model, dataset)."""
+    """Explain the hub's error behind ``error`` for the repository ``name`` of a ``kind`` (model, dataset); None for
+    others.
+    """
     from huggingface_hub import constants, errors
 
     place = constants.ENDPOINT
@@ -112,14 +115,15 @@ def explain(name: str, error: BaseException, kind: str = "model") -> str | None:
         if isinstance(cause, errors.RemoteEntryNotFoundError):
             return f"{name} at {place} lacks a file that is needed: {' '.join(str(cause).split())[:200]}"
         if isinstance(cause, errors.LocalEntryNotFoundError | ConnectionError):
+            # neither in the cache nor to be reached
             reason = settle() or ("HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None)
             options = "" if kind == "model" else f"--repo-type {kind} "
             repository, revision = named(name)
             options += f"--revision {revision} " if revision else ""
             why = f"{place} cannot be reached ({reason})" if reason else f"{place} did not answer"
             return (
-                f"{name} is no directory here and not in the hub's cache, and {why}; expected one of them; correct the "
-                f"path, or run where there is a network: hf download {options}{repository}"
+                f"{name} is no directory here and not in the hub's cache, and {why}; correct the path, or run with a "
+                f"network: hf download {options}{repository}"
             )
     return None
 

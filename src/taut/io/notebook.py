@@ -1,4 +1,4 @@
-"""What a Jupyter notebook shows of taut: results as tables, and a line of progress that is replaced in place.
+"""Output of taut in a Jupyter notebook: results as tables, and a line of progress that is replaced in place.
 
     def _repr_html_(self):
         return html_table("runs/a", ("check", "finding"), rows)
@@ -49,7 +49,7 @@ def html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[obj
 
 @dataclass(frozen=True)
 class _Line:
-    """What is displayed; frontends choose HTML or text."""
+    """Displayed line; frontends choose HTML or text."""
 
     text: str
     done: int
@@ -94,6 +94,7 @@ class ProgressLine:
         from IPython.display import display
 
         self._is_shown, self._shown_at = True, time.monotonic()
+        # the first time an output of its own, then the same one again
         if self._handle is None:
             self._handle = display(self._line, display_id=True)
         else:

@@ -33,9 +33,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from taut import extras
 from taut.errors import DataError, OutputError, TautError
-from taut.io import files, hub
+from taut.io import extras, files, hub
 
 SCHEMES = ("http", "https", "s3", "gs", "hf", "ms")
 EXTRA_OF = {"s3": "s3", "gs": "gs"}
@@ -56,6 +55,11 @@ CREDENTIALS = {
 }
 """Scheme -> what to do about missing credentials."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_FORBIDDEN = re.compile(
+    r"credential|Permission|Forbidden|AccessDenied|Unauthori|\b40[13]\b", re.IGNORECASE
+)
+_AWAY = re.compile(r"Unreachable|ConnectError|EndpointConnection|OfflineMode|ConnectorE")
+"""Names of the stores' errors: no right to read, and no connection."""
 
 
 class RemoteError(DataError):
@@ -71,37 +75,42 @@ class _Broken(Exception):
 
 
 class Version(NamedTuple):
-    """What is at an address now."""
+    """Version of the file at an address."""
 
     tag: str
     """Another one for other content."""
     size: int | None
-    """In bytes; None: the server does not say."""
+    """Size in bytes, if the server says it."""
 
 
 class _Store(Protocol):
     def find(self, url: str) -> list[str]:
-        """The addresses that a pattern or directory stands for; that of a file itself."""
+        """List the addresses of the files of a pattern or a directory; a file is its own."""
 
-    def look(self, url: str) -> Version: ...
+    def head(self, url: str) -> Version: ...
 
     def read(self, url: str, version: Version, file: IO[bytes]) -> None:
         """Append to ``file`` what follows the bytes it has. Raises _Broken, and leaves what has arrived."""
 
 
 def scheme_of(path: str) -> str | None:
-    """The scheme of an address, in lower case; None: it is a path or a name. Raises RemoteError for one that cannot be
+    """The scheme of an address, in lower case; None for a path or a name. Raises RemoteError for one that cannot be
     read.
     """
     match = _SCHEME.match(path)
     if match is None:
         return None
-    scheme = match[1].lower()
-    if scheme not in SCHEMES:
-        raise RemoteError(
-            f"data: {_shown(path)} has the scheme {scheme}; expected one of {', '.join(SCHEMES)}; fetch the file, and "
-            "name it here"
-        )
+    scheme, fault = match[1].lower(), ""
+    try:
+        urlsplit(path)
+    except ValueError as error:
+        fault = f"{path!r:.200} is no address ({error}); expected one as https://host/file.jsonl; correct it"
+    else:
+        if scheme not in SCHEMES:
+            known = ", ".join(SCHEMES)
+            fault = f"{_shown(path)} has the scheme {scheme}; expected one of {known}; fetch the file, and name it here"
+    if fault:
+        raise RemoteError(f"data: {fault}")
     return scheme
 
 
@@ -115,8 +124,8 @@ class Fetched(NamedTuple):
 
 
 def fetch(url: str, folder: Path, suffixes: Sequence[str]) -> Fetched:
-    """The files at an address, fetched where ``folder`` does not have them. ``suffixes``: of the files that a directory
-    stands for.
+    """The files at an address, fetched where ``folder`` does not have them. ``suffixes``: of the files that are read
+    of a directory.
     """
     listing = folder / _hash(url) / LISTING
     if hub.is_offline():
@@ -135,6 +144,7 @@ def _fetch_all(
     store = _open_store(url)
     with _explained(url):
         found = store.find(url)
+    # of a pattern or a directory, the files with a known suffix
     if found != [url]:
         found = sorted(one for one in found if _name(one).lower().endswith(tuple(suffixes)))
         if not found:
@@ -142,21 +152,26 @@ def _fetch_all(
                 f"data: no file matches {_shown(url)}; expected at least one that ends in {', '.join(suffixes)}; "
                 "correct the address"
             )
-    fetched = [(_shown(one), _fetch_one(store, one, folder)) for one in found]
+    fetched = []
+    for one in found:
+        with _explained(one):
+            version = store.head(one)
+        fetched.append((_shown(one), _fetch_version(store, one, version, folder)))
+    # what it stood for, for when nothing can be asked
     listing.parent.mkdir(parents=True, exist_ok=True)
     _write(listing, lambda file: file.write(json.dumps(found).encode()))
     return fetched
 
 
 def find(url: str, folder: Path) -> Fetched | None:
-    """The file at an address, fetched where ``folder`` does not have it; None: there is none, or none is known."""
+    """The file at an address, fetched where ``folder`` does not have it; None if there is none, or none is known."""
     note = ""
     if not hub.is_offline():
         store, note = _open_store(url), OLD
         with suppress(Unreachable):
             with _explained(url):
                 try:
-                    version = store.look(url)
+                    version = store.head(url)
                 except FileNotFoundError:
                     return None
             return Fetched([(_shown(url), _fetch_version(store, url, version, folder))])
@@ -168,13 +183,17 @@ def find(url: str, folder: Path) -> Fetched | None:
 def copy(url: str, place: Path, size: int) -> None:
     """Fetch the file at an address, of so many bytes, to ``place``: whole, or not at all."""
     if hub.is_offline():
-        raise RemoteError(
-            f"data: {_shown(url)} was not fetched before, and HF_HUB_OFFLINE is set; expected it in {place.parent}; "
-            "run once with a network"
-        )
+        raise _not_fetched(url, place.parent)
     store = _open_store(url)
     with _explained(url):
         _write(place, lambda file: _transfer(store, url, Version("", size), file))
+
+
+def _not_fetched(url: str, folder: Path) -> RemoteError:
+    return RemoteError(
+        f"data: {_shown(url)} was not fetched before, and HF_HUB_OFFLINE is set; expected it in {folder}; run once "
+        "with a network"
+    )
 
 
 def _newest(url: str, folder: Path) -> Path:
@@ -184,20 +203,11 @@ def _newest(url: str, folder: Path) -> Path:
 
 
 def _kept(url: str, folder: Path, listing: Path) -> list[tuple[str, Path]]:
-    """What was fetched before."""
+    """Files that were fetched before."""
     try:
         return [(_shown(one), _newest(one, folder)) for one in files.read_json(listing)]
     except (OSError, ValueError):
-        raise RemoteError(
-            f"data: {_shown(url)} was not fetched before, and HF_HUB_OFFLINE is set; expected it in {folder}; run once "
-            "with a network"
-        ) from None
-
-
-def _fetch_one(store: _Store, url: str, folder: Path) -> Path:
-    with _explained(url):
-        version = store.look(url)
-    return _fetch_version(store, url, version, folder)
+        raise _not_fetched(url, folder) from None
 
 
 def _fetch_version(store: _Store, url: str, version: Version, folder: Path) -> Path:
@@ -209,7 +219,7 @@ def _fetch_version(store: _Store, url: str, version: Version, folder: Path) -> P
     place.parent.mkdir(parents=True, exist_ok=True)
     with _explained(url):
         _write(place, lambda file: _transfer(store, url, version, file))
-        if store.look(url) != version:
+        if store.head(url) != version:
             place.unlink()
             raise RemoteError(
                 f"data: {_shown(url)} changed while it was fetched; expected it to stay as it is; run again"
@@ -229,6 +239,7 @@ def _transfer(store: _Store, url: str, version: Version, file: IO[bytes]) -> Non
             reason = f"{version.size:,} bytes were announced"
         except _Broken as error:
             reason = str(error)
+        # an attempt that brought bytes does not count
         num_idle = 0 if file.tell() > before else num_idle + 1
         if num_idle == ATTEMPTS or file.tell() > (version.size or file.tell()):
             raise RemoteError(
@@ -285,10 +296,10 @@ class _Web:
     def find(self, url: str) -> list[str]:
         return [url]
 
-    def look(self, url: str) -> Version:
+    def head(self, url: str) -> Version:
         from taut.io import http
 
-        headers = http.look(url, PATIENCE)
+        headers = http.head(url, PATIENCE)
         size = headers.get("content-length", "")
         tag = headers.get("etag") or f"{headers.get('last-modified')} {size}"
         return Version(tag, int(size) if size.isdecimal() else None)
@@ -326,7 +337,7 @@ class _FileSystem:
             found = self.system.find(url)
         return [f"{self.scheme}://{path}" for path in found]
 
-    def look(self, url: str) -> Version:
+    def head(self, url: str) -> Version:
         found = self.system.info(url)
         if found.get("type") == "directory":
             raise FileNotFoundError(url)
@@ -351,39 +362,25 @@ class _FileSystem:
 
 @contextmanager
 def _explained(url: str) -> Iterator[None]:
-    """The errors of the libraries in one line."""
+    """Raise any error of a store's library as a RemoteError, in one line."""
     try:
         yield
     except TautError:
         raise
     except Exception as error:  # noqa: BLE001 (each store has its own errors, of libraries that may not be installed)
         scheme = urlsplit(url).scheme.lower()
-        names = " ".join(f"{type(cause).__name__} {cause}" for cause in _causes(error))
+        names = " ".join(f"{type(cause).__name__} {cause}" for cause in hub.causes(error))
         if isinstance(error, FileNotFoundError):
             problem, remedy = "is not there", "correct the address"
-        elif re.search(
-            r"credential|Permission|Forbidden|AccessDenied|Unauthori|\b40[13]\b", names, re.I
-        ):
+        elif _FORBIDDEN.search(names):
             problem = f"may not be read ({_line(error)})"
-            remedy = CREDENTIALS.get(
-                scheme, "the server asks for a login, which taut does not send; fetch the file"
-            )
+            login = "the server asks for a login, which taut does not send; fetch the file"
+            remedy = CREDENTIALS.get(scheme, login)
         else:
-            problem, remedy = (
-                f"cannot be read ({_line(error)})",
-                "check the address and the network",
-            )
-        is_away = re.search(
-            r"Unreachable|ConnectError|EndpointConnection|OfflineMode|ConnectorE", names
-        )
-        kind = Unreachable if is_away else RemoteError
+            problem = f"cannot be read ({_line(error)})"
+            remedy = "check the address and the network"
+        kind = Unreachable if _AWAY.search(names) else RemoteError
         raise kind(f"data: {_shown(url)} {problem}; expected a file; {remedy}") from None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _hash(text: str) -> str:

@@ -46,7 +46,7 @@ GROUP_BYTES = 8 * 2**20
 ROWS = 256
 """Rows of a batch that is read from a sealed part."""
 NARROW_ROWS = 2**16
-"""The same where only short columns are read of all rows: a batch takes as long as thousands of its values."""
+"""Rows of a batch where only short columns are read of all rows: a batch takes as long as thousands of its values."""
 
 
 class _Stream:
@@ -60,7 +60,7 @@ class _Stream:
 
     def _begin(self) -> None:
         self._waiting = io.BytesIO()
-        """What the next batch is in the file, the first one with the schema."""
+        """Bytes of the next batch in the file; the first batch begins with the schema."""
         self._writer = pa.ipc.new_stream(self._waiting, self.schema, options=OPTIONS)
 
     def append(self, batch: pa.RecordBatch) -> None:
@@ -103,10 +103,15 @@ class TableWriter:
         """
         if not rows:
             return
-        batch = _batch_of(rows, self.schema)
+        try:
+            batch = pa.RecordBatch.from_pylist(list(rows), self.schema)
+        except UnicodeEncodeError:  # half a surrogate pair, as in a file name that is not UTF-8
+            batch = pa.RecordBatch.from_pylist([_encodable(row) for row in rows], self.schema)
         with writing_to(self.directory):
             if self._open is None:
-                path = self.directory / f"{_next_number(self.directory):06}.arrows"
+                names = (PART.fullmatch(path.name) for path in self.directory.glob("*"))
+                last = max((int(name[1]) for name in names if name), default=0)
+                path = self.directory / f"{last + 1:06}.arrows"
                 self._open = _Stream(path, self.schema)
             self._open.append(batch)
         if self._open.size >= self.seal_bytes:
@@ -133,17 +138,8 @@ class TableWriter:
             _seal(ended.path)
 
 
-def _batch_of(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
-    """The rows as a batch. Half a surrogate pair, as in the name of a file that is not UTF-8, becomes a question
-    mark.
-    """
-    try:
-        return pa.RecordBatch.from_pylist(list(rows), schema)
-    except UnicodeEncodeError:
-        return pa.RecordBatch.from_pylist([_encodable(row) for row in rows], schema)
-
-
 def _encodable(value: Any) -> Any:
+    """A value with question marks for what UTF-8 cannot encode."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, Mapping):
@@ -167,7 +163,9 @@ def drop_from(directory: Path, step: int) -> None:
     seal_parts(directory)
     with writing_to(directory):
         for path in _parts(directory):
-            if _last_step(path) >= step:
+            with pq.ParquetFile(path) as parquet:
+                last = max(last for _, last in _steps_of_groups(parquet))
+            if last >= step:
                 earlier = pc.field("step") < step
                 _write_sealed(path, (batch.filter(earlier) for batch in _read_sealed(path)))
 
@@ -184,15 +182,13 @@ def read_tables(
     for path in _parts(directory):
         for batch in _read_part(path, columns, step):
             found = batch if step is None else batch.filter(pc.field("step") == step)
-            if found.num_rows:
-                yield found if columns is None else _with_columns(found, columns)
-
-
-def _with_columns(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
-    """These columns; one that the batch lacks is null."""
-    names = set(batch.schema.names)
-    arrays = [batch[name] if name in names else pa.nulls(batch.num_rows) for name in columns]
-    return pa.RecordBatch.from_arrays(arrays, names=list(columns))
+            if not found.num_rows:
+                continue
+            if columns is not None:  # one that the part lacks is null
+                names, nulls = set(found.schema.names), pa.nulls(found.num_rows)
+                arrays = [found[name] if name in names else nulls for name in columns]
+                found = pa.RecordBatch.from_arrays(arrays, names=list(columns))
+            yield found
 
 
 def read_schemas(directory: Path) -> Iterator[tuple[Path, pa.Schema]]:
@@ -226,7 +222,7 @@ def _read_part(
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raises DataError where a part cannot be read."""
+    """Raise DataError where a part cannot be read."""
     try:
         yield
     except (pa.ArrowException, OSError, KeyError) as error:
@@ -272,6 +268,7 @@ class TableReader:
         """The rows with this value in a column of texts, of the newest ``most_steps`` steps that have some, and the
         number of the other steps. Their other columns are read only of these steps.
         """
+        # which steps have such rows, from two columns
         matches = pc.field(column) == value
         places = [
             (step, path)
@@ -284,6 +281,7 @@ class TableReader:
                 }
             )
         ]
+        # the other columns, of the newest steps alone
         num_left = 0 if most_steps is None else max(0, len(places) - most_steps)
         found = []
         for step, path in places[num_left:]:
@@ -295,9 +293,8 @@ class TableReader:
     def _parts(self) -> Iterator[tuple[Path, frozenset[int]]]:
         """Every part, with its steps."""
         for path in _parts(self.directory):
-            for place in dict.fromkeys(
-                (path, path.with_suffix(".parquet"))
-            ):  # it may be sealed now
+            # a stream may have been sealed by now
+            for place in dict.fromkeys((path, path.with_suffix(".parquet"))):
                 try:
                     status = place.stat()
                 except FileNotFoundError:
@@ -427,19 +424,8 @@ def _parts(directory: Path) -> list[Path]:
     ]
 
 
-def _next_number(directory: Path) -> int:
-    numbers = [int(name[1]) for p in directory.glob("*") if (name := PART.fullmatch(p.name))]
-    return max(numbers, default=0) + 1
-
-
-def _last_step(path: Path) -> int:
-    """The largest step of a sealed part."""
-    with pq.ParquetFile(path) as parquet:
-        return max(last for _, last in _steps_of_groups(parquet))
-
-
 def read_column(path: Path, name: str) -> list[bytes]:
-    """What ``write_column`` wrote. Raises DataError where it cannot be read."""
+    """Read the values that ``write_column`` wrote. Raises DataError where the file cannot be read."""
     try:
         with files.open_regular(path) as file, pq.ParquetFile(file) as parquet:
             column: list[bytes] = parquet.read(columns=[name])[name].to_pylist()
@@ -457,7 +443,7 @@ def write_column(path: Path, name: str, values: Sequence[bytes]) -> None:
 
 @contextmanager
 def writing_to(directory: Path) -> Iterator[None]:
-    """Raises OutputError where the system cannot write."""
+    """Raise OutputError where the system cannot write."""
     try:
         yield
     except OSError as error:

@@ -53,6 +53,7 @@ class TemporaryFolder:
         """
         place = _roomy_default() if place is None else place
         clear([place], mode)
+        # another process may take a folder without a lock for an abandoned one
         while True:
             path = Path(tempfile.mkdtemp(prefix=f"taut-{purpose}-", dir=place))
             lock = _new_lock(path)
@@ -93,18 +94,13 @@ def _roomy_default() -> Path:
     """``_default``. Raises OutputError unless there is room: some libraries report a full disk as an unrelated
     error."""
     place = _default()
-    if place is None:
-        raise OutputError(
-            "no folder for temporary files can be written; expected TMPDIR, /tmp or the current directory with room; "
-            "free some, or set TMPDIR"
-        )
-    free = shutil.disk_usage(place).free
-    if free < ROOM:
-        raise OutputError(
-            f"{place}, for temporary files, has {free:,} bytes free; expected at least {ROOM:,}; free some, or set "
-            "TMPDIR to a folder on another disk"
-        )
-    return place
+    fault = "no folder for temporary files can be written; expected TMPDIR, /tmp or the current directory with room"
+    if place is not None:
+        free = shutil.disk_usage(place).free
+        if free >= ROOM:
+            return place
+        fault = f"{place}, for temporary files, has {free:,} bytes free; expected at least {ROOM:,}"
+    raise OutputError(f"{fault}; free some, or set TMPDIR to a folder on another disk")
 
 
 def clear(places: Sequence[Path] | None = None, mode: int = PRIVATE) -> None:
@@ -134,10 +130,8 @@ def _remove_if_abandoned(parent: int, name: str, mode: int) -> None:
         if folder is None:
             return
         status = os.fstat(folder)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o777 not in (
-            PRIVATE,
-            mode,
-        ):
+        is_own = status.st_uid == os.geteuid()
+        if not is_own or stat.S_IMODE(status.st_mode) & 0o777 not in (PRIVATE, mode):
             return
         try:
             lock = files.open_descriptor(LOCK, os.O_RDWR, folder=folder)

@@ -2,7 +2,7 @@
 
     Terminal(soft_wrap=True).print(...)      to sys.stdout, as it is when something is printed
 
-Rich writes escape sequences of its own, for colours and for the progress bar, between texts that may come from data. So
+Rich writes escape sequences of its own, for colors and for the progress bar, between texts that may come from data. So
 texts are escaped here, where the two are still apart, and ``Printer`` is told not to escape them again.
 
 In a notebook it prints plain lines, as to a file: rich would show each as an HTML output of its own, and draw bars with
@@ -23,7 +23,7 @@ from taut.io.console import Printer, escaped
 
 
 class Terminal(Console):
-    """What rich prints, with control characters of texts escaped, secrets in URLs hidden, and no links."""
+    """Console of rich that escapes control characters of texts, hides secrets in URLs, and prints no links."""
 
     def __init__(self, **options: Any) -> None:
         plain = {"force_jupyter": False, "force_terminal": False}
@@ -63,8 +63,6 @@ def _shown(segment: Segment) -> Segment:
     text, style, control = segment
     if control:
         return segment
-    if (
-        style is not None and style.link
-    ):  # a library's own line that was printed next to a progress bar
+    if style is not None and style.link:  # of a library's own line, next to a progress bar
         style = style.update_link(None)
     return Segment(escaped(text), style)

@@ -47,7 +47,7 @@ class Cores(NamedTuple):
     num_cores: int
     """Physical ones."""
     quota: float | None
-    """CPUs by the cgroups' limit; None: there is none."""
+    """CPUs by the cgroups' limit, if there is one."""
     num_ranks: int
     """Ranks on this machine, which share them."""
 
@@ -70,6 +70,7 @@ def usable(root: Path = ROOT) -> Cores:
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     if cpus is None:  # not Linux
         cpus = list(range(os.cpu_count() or 1))
+    # hyperthreads of one core count once
     cores = {_siblings(root, cpu) for cpu in cpus}
     quota = min(_quotas(root), default=None)
     return Cores(len(cpus), len(cores), quota, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
@@ -92,7 +93,10 @@ def set_defaults(root: Path = ROOT) -> None:
 def described(num_threads: int, root: Path = ROOT) -> tuple[str, str]:
     """The number of threads in use, and its reason."""
     cores, variable = usable(root), os.environ.get(VARIABLE)
-    waiting = _waiting if _has_gnu_openmp(root) else ""
+    try:  # GNU's OpenMP is loaded with torch, when a run is described
+        waiting = _waiting if "libgomp" in (root / "proc/self/maps").read_text() else ""
+    except OSError:  # not Linux
+        waiting = ""
     if num_threads == cores.num_threads and (_set_by_taut or not variable):
         return str(num_threads), f"one for each core: {cores}{waiting}"
     is_by_variable = variable and variable.split(",")[0] == str(num_threads)
@@ -102,14 +106,6 @@ def described(num_threads: int, root: Path = ROOT) -> tuple[str, str]:
     elif num_threads > cores.num_threads:
         reason += ": more threads than that wait for each other"
     return str(num_threads), reason + waiting
-
-
-def _has_gnu_openmp(root: Path) -> bool:
-    """Whether GNU's OpenMP is loaded: torch is, when a run is described."""
-    try:
-        return "libgomp" in (root / "proc/self/maps").read_text()
-    except OSError:  # not Linux
-        return False
 
 
 def _why_busy(root: Path, cores: Cores) -> str:

@@ -27,12 +27,13 @@ SCALARS: list[tuple[re.Pattern[str], Callable[[str], Any]]] = [
 
 
 class NotRead(ValueError):
-    """What is wrong, with the line."""
+    """A document that is refused; the message says the fault and its line."""
 
 
 def read(text: str) -> dict[str, Any]:
     """The table that a document is; an empty document is an empty table. Raises NotRead."""
     try:
+        # refuse what TOML does not have, with its line
         for event in yaml.parse(text, yaml.SafeLoader):
             # an alias stands for more than is written; a tag may make an object
             if getattr(event, "anchor", None) is not None:
@@ -64,12 +65,15 @@ def _table(node: yaml.MappingNode) -> dict[str, Any]:
     table: dict[str, Any] = {}
     seen: set[str] = set()
     for key, value in node.value:
+        fault = ""
         if not isinstance(key, yaml.ScalarNode):
-            raise _at(key, "found a table or a list as a key; expected a text")
-        if not isinstance(_scalar(key), str) and not key.value.isdigit():  # 1 is "1", as in TOML
-            raise _at(key, f"found the key {key.value[:80]!r}; expected a text")
-        if key.value in seen:
-            raise _at(key, f"the key {key.value[:80]!r} is set twice; expected once")
+            fault = "found a table or a list as a key; expected a text"
+        elif not isinstance(_scalar(key), str) and not key.value.isdigit():  # 1 is "1", as in TOML
+            fault = f"found the key {key.value[:80]!r}; expected a text"
+        elif key.value in seen:
+            fault = f"the key {key.value[:80]!r} is set twice; expected once"
+        if fault:
+            raise _at(key, fault)
         seen.add(key.value)
         parts = [key.value] if key.style else key.value.split(".")
         _set(table, parts, _value(value), key)
@@ -77,7 +81,7 @@ def _table(node: yaml.MappingNode) -> dict[str, Any]:
 
 
 def _set(table: dict[str, Any], parts: list[str], value: Any, key: yaml.ScalarNode) -> None:
-    """Set a key of a table, which may be in tables inside: those of several keys with dots are joined."""
+    """Set a key of a table; tables that several keys with dots name are joined."""
     first, *rest = parts
     if rest:
         inside: dict[str, Any] = {}

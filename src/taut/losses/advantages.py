@@ -23,8 +23,9 @@ An ``Estimator`` turns the rewards r of a rollout's samples into an advantage fo
     tree                   V(node) - V(parent)              SPO's tree, arXiv 2505.23564, and TreeRL's local advantage,
                                                             2506.11902: by segments, below
 
-But for tree, every token of a sample has the sample's advantage. A group of one, or one whose rewards are all equal,
-has exactly 0 and teaches nothing. (reinforce_pp compares across groups; there the rewards of the rollout must differ.)
+Except with tree, every token of a sample has the sample's advantage. A group of one, or one whose rewards are all
+equal, has exactly 0 and teaches nothing. (reinforce_pp compares across groups; there the rewards of the rollout must
+differ.)
 
 Credit by turns (``by_turn``), for environments that reward steps. With r_u the reward of turn u of a sample and R the
 rest of its reward, which is of the whole path, the tokens of turn u have
@@ -34,7 +35,7 @@ rest of its reward, which is of the whole path, the tokens of turn u have
 and G_u is compared with the same turn's of the other samples, 0 where a path has ended. What the others get from turn
 u on is independent of what is sampled in it, so with rloo and gamma 1 the gradient is unbiased for the sum of all
 rewards, also where paths end early; and with rloo or mean the first turn has the advantage of the whole reward. MT-GRPO
-(arXiv 2505.11821) charges turns in the same way: each turn's reward and the outcome, normalised apart.
+(arXiv 2505.11821) charges turns in the same way: each turn's reward and the outcome, normalized apart.
 
 Credit by segments of a tree (``tree``). Samples of a group that begin with the same tokens are paths of one tree: from
 the first token in which two of them differ they have segments of their own. A segment's node has the mean value of the
@@ -48,7 +49,7 @@ the mean over leaves is that of the expected gradient, and one forward computes 
 (rl/forks.py) a segment ends, even if what they go on with begins alike.
 
 "Whitened over tokens" is (x - mean) / deviation, both taken over all sampled tokens of the rollout, so a long sample
-counts for more than a short one: the batch normalisation of arXiv 2501.03262, and what verl (masked_whiten over the
+counts for more than a short one: the batch normalization of arXiv 2501.03262, and what verl (masked_whiten over the
 response mask) and OpenRLHF (over the action mask) compute. The mean over tokens is not the mean over samples, so with
 reinforce_pp_baseline a group whose rewards are all equal gets the offset that all tokens get.
 
@@ -59,10 +60,10 @@ scaling them:
     rloo, maxrl, pass_at_k                 (sum of p) - mean over the rest of the group, which is unbiased
     reinforce_pp                           each token the sum of its own p and those after it
 
-For mean and rloo that is the same as a reward of r + p. For group it is what keeps a coefficient's meaning: were p part
-of the reward, then in a group of equal rewards the small differences of p would be divided by their own deviation and
-become advantages of size 1. OpenRLHF's group_norm normalises the rewards alone, too. Whitening takes in p, as in verl
-and OpenRLHF; where all rewards of the rollout are equal it only removes the mean.
+For mean and rloo this equals a reward of r + p. For group it keeps the meaning of the coefficient: if p were part of
+the reward, the small differences of p in a group of equal rewards would be divided by their own deviation and become
+advantages of size 1. OpenRLHF's group_norm normalizes the rewards alone, too. Whitening takes in p, as in verl and
+OpenRLHF; where all rewards of the rollout are equal it only removes the mean.
 
 ``gae`` is for a critic (arXiv 1506.02438): one path's tokens, with d_t = r_t + gamma V_(t+1) - V_t,
 
@@ -107,7 +108,7 @@ class Outcomes(NamedTuple):
     group_S: Tensor
     """int64 [S]: the number of its prompt; the samples of a group are answers to one prompt."""
     length_S: Tensor
-    """int64 [S]: how many tokens were sampled; those of branches are the last."""
+    """int64 [S]: number of sampled tokens; the sampled tokens of branches come last."""
     parts: Mapping[str, Tensor]
     """name -> float64 [S]: each reward before its weight; NaN where it does not apply."""
     weights: Mapping[str, float]
@@ -121,14 +122,14 @@ class Outcomes(NamedTuple):
     sampled_at: Sequence[Tensor]
     """int64: ascending positions into ``ids`` of the sampled tokens."""
     branches: Sequence[Sequence[tuple[Tensor, Tensor]]]
-    """Of an agent that branches or begins anew: ids and sampled_at of each other path, with the sampled tokens that no
+    """Other paths of an agent that branches or begins anew: ids and sampled_at of each, with the sampled tokens that no
     earlier path of the sample has."""
     forks: Sequence[Sequence[int]]
-    """How many tokens had been sampled where the sample's path forked; ascending."""
+    """Numbers of tokens that had been sampled when the sample's path forked, ascending."""
 
 
 Assess: TypeAlias = Callable[[Compare, Outcomes], list[Tensor]]
-"""(how rewards are compared, the samples) -> advantage_N of each sample, by the rewards alone."""
+"""(the function that compares rewards, the samples) -> advantage_N of each sample, by the rewards alone."""
 ALIKE = 1e-12
 """Rewards that differ by no more count as equal: their parts are summed in any order, and rounding is no signal."""
 EPSILON = 1e-4
@@ -145,22 +146,22 @@ def are_alike(rewards: Sequence[float]) -> bool:
 
 
 def group(reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """See the module docstring, as for the others."""
-    count_S, centred_S = _centred(reward_S, group_S)
-    square_S = _per_group(centred_S**2, group_S)
+    """(r - m) / (s + 1e-4)"""
+    count_S, centered_S = _centered(reward_S, group_S)
+    square_S = _per_group(centered_S**2, group_S)
     deviation_S = (square_S / (count_S - 1).clamp(min=1)).sqrt()
-    return centred_S / (deviation_S + EPSILON)
+    return centered_S / (deviation_S + EPSILON)
 
 
 def mean(reward_S: Tensor, group_S: Tensor) -> Tensor:
     """r - m"""
-    return _centred(reward_S, group_S)[1]
+    return _centered(reward_S, group_S)[1]
 
 
 def rloo(reward_S: Tensor, group_S: Tensor) -> Tensor:
     """Each reward minus the mean of the other rewards in its group."""
-    count_S, centred_S = _centred(reward_S, group_S)
-    return centred_S * count_S / (count_S - 1).clamp(min=1)
+    count_S, centered_S = _centered(reward_S, group_S)
+    return centered_S * count_S / (count_S - 1).clamp(min=1)
 
 
 def ungrouped(reward_S: Tensor, group_S: Tensor) -> Tensor:
@@ -176,9 +177,9 @@ def maxrl(reward_S: Tensor, group_S: Tensor) -> Tensor:
             f"found a reward of {lowest:g} with advantage=maxrl, which divides by a group's mean; expected rewards of "
             "at least 0; shape them so, or name another estimator"
         )
-    count_S, centred_S = _centred(reward_S, group_S)
+    count_S, centered_S = _centered(reward_S, group_S)
     mean_S = _per_group(reward_S, group_S) / count_S
-    return torch.where(mean_S > 0, centred_S / mean_S, 0.0)
+    return torch.where(mean_S > 0, centered_S / mean_S, 0.0)
 
 
 def pass_at_k(reward_S: Tensor, group_S: Tensor, *, k: int) -> Tensor:
@@ -204,15 +205,15 @@ def pass_at_k(reward_S: Tensor, group_S: Tensor, *, k: int) -> Tensor:
     return advantage_S
 
 
-def _centred(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor]:
+def _centered(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor]:
     """n and r - m, which is exactly 0 (free of rounding) in groups whose rewards are all equal."""
     count_S = _per_group(torch.ones_like(reward_S), group_S)
-    centred_S = reward_S - _per_group(reward_S, group_S) / count_S
+    centered_S = reward_S - _per_group(reward_S, group_S) / count_S
     num_groups, index_S = _numbered(group_S)
     extreme = reward_S.new_zeros(num_groups)
     most = extreme.scatter_reduce(0, index_S, reward_S, "amax", include_self=False)
     least = extreme.scatter_reduce(0, index_S, reward_S, "amin", include_self=False)
-    return count_S, centred_S.masked_fill((most - least <= ALIKE)[index_S], 0.0)
+    return count_S, centered_S.masked_fill((most - least <= ALIKE)[index_S], 0.0)
 
 
 def _per_group(value_S: Tensor, group_S: Tensor) -> Tensor:
@@ -249,7 +250,9 @@ def by_reward(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
 
 
 def by_turn(compare: Compare, outcomes: Outcomes, *, discount: float) -> list[Tensor]:
-    """A turn's tokens have the advantage of its reward and what follows it, and that of the path's other rewards."""
+    """Give the tokens of a turn the advantage of its reward and of what follows it, plus the advantage of the path's
+    other rewards.
+    """
     total_S = torch.stack([reward_U.sum() for reward_U in outcomes.turn_rewards])
     of_path_S = compare(outcomes.reward_S - total_S, outcomes.group_S)
     most = max(reward_U.numel() for reward_U in outcomes.turn_rewards)
@@ -267,7 +270,8 @@ def by_turn(compare: Compare, outcomes: Outcomes, *, discount: float) -> list[Te
 
 
 def tree(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
-    """A segment's tokens have the value of its node less that of the node before."""
+    """Give the tokens of a segment the value of its node minus the value of the node before."""
+    # the paths of all samples, each with its advantages to be filled in, and the positions where they were made to fork
     value_S = compare(outcomes.reward_S, outcomes.group_S).tolist()
     paths = [
         (sample, ids_T, at_N, torch.zeros(at_N.numel(), dtype=torch.float64))
@@ -283,12 +287,14 @@ def tree(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
         values = [value_S[sample] for sample in sorted({paths[leaf][0] for leaf in leaves})]
         return values[0] if are_alike(values) else math.fsum(values) / len(values)
 
+    # each group is a tree of paths; a node is (its leaves, where its segment starts, value of the node before)
     groups: dict[int, list[int]] = {}
     for leaf, (sample, *_) in enumerate(paths):
         groups.setdefault(int(outcomes.group_S[sample]), []).append(leaf)
     for members in groups.values():
         nodes = [(members, 0, mean_of(members))]
         while nodes:
+            # the segment ends where its leaves part, where one of them ends, or at a fork
             leaves, start, before = nodes.pop()
             value, first_T = mean_of(leaves), paths[leaves[0]][1]
             stop = min(paths[leaf][1].numel() for leaf in leaves)
@@ -297,6 +303,7 @@ def tree(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
             for leaf in leaves[1:]:
                 differs_T = paths[leaf][1][start:stop] != first_T[start:stop]
                 stop = start + int(differs_T.int().argmax()) if differs_T.any() else stop
+            # its tokens get V(node) - V(before); leaves that go on with the same token have a node together
             children: dict[int, list[int]] = {}
             for leaf in leaves:
                 _, ids_T, at_N, advantage_N = paths[leaf]
@@ -316,13 +323,14 @@ class Estimator:
     """Rewards and penalties of a rollout -> the advantage of each token."""
 
     compare: Compare
-    """An advantage from a reward and those of the same group."""
+    """Compute an advantage from a reward and the other rewards of its group."""
     charge: Compare | None
-    """The same for the sum of a sample's penalties. None: each token has the sum of its own and all later ones."""
+    """Compare the sum of a sample's penalties likewise. If None, each token has the sum of its own penalty and all
+    later ones."""
     is_whitened: bool = False
-    """Whether all tokens of the rollout are then normalised to mean 0 and standard deviation 1."""
+    """Whether the result is then normalized over all tokens of the rollout to mean 0 and standard deviation 1."""
     assess: Assess = by_sample
-    """Which rewards are compared, and which tokens have the result."""
+    """Choice of the rewards to compare and of the tokens that get the result."""
 
     def assessed(self, outcomes: Outcomes) -> list[Tensor]:
         """advantage_N of each sample by the rewards alone, before whitening."""
@@ -402,7 +410,7 @@ def stopped(finish_reasons: Sequence[FinishReason]) -> Tensor:
 
 
 def unfinished(finish_reasons: Sequence[FinishReason], penalty: float) -> Tensor:
-    """The reward of paths that were cut."""
+    """-penalty for each path that was cut, else 0."""
     return -penalty * (~stopped(finish_reasons)).double()
 
 

@@ -14,14 +14,17 @@ A loss that needs a statistic of the whole step (a mean, an order) gathers tenso
 constant, from ``packed.stats``. A statistic whose name ends in ``_S`` or ``_P`` has an entry for each sample or pair of
 the step, of which each micro-batch gets its own.
 
-At the end are the small functions that several losses share. Losses import types, errors and torch only.
+A loss with keys of its own in a configuration inherits them from its section (settings.py), and ``Loss.of`` makes it of
+the section of a run.
+
+At the end are the small functions that several losses share. Losses import types, errors, config and torch only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,6 +49,11 @@ class Predictions(NamedTuple):
 @dataclass(frozen=True)
 class Loss:
     """The base of all losses, with the defaults that fit most of them."""
+
+    @classmethod
+    def of(cls, section: Any) -> Self:
+        """The loss with the settings of a section, which has a key or a property for each of the loss's fields."""
+        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -131,7 +139,7 @@ class Loss:
         return {}
 
 
-def count(unit: Unit, packed: Packed) -> float:
+def count_units(unit: Unit, packed: Packed) -> float:
     """A micro-batch's share of a term's denominator."""
     match unit:
         case "token":

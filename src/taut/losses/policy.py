@@ -7,7 +7,7 @@
     Critic           the value term
 
 The surrogates. With a sampled token's log-ratio u = log pi - log old, its ratio r = e^u, its advantage A, the bounds
-low and high, and clip(x) = x held between 1 - low and 1 + high, the cost, to be minimised:
+low and high, and clip(x) = x held between 1 - low and 1 + high, the cost, to be minimized:
 
     clip         -min(r A, clip(r) A)                       PPO, arXiv 1707.06347, eq. 7; high apart from low: DAPO's
                                                             clip-higher, 2503.14476. With a dual clip c, not below c A
@@ -37,13 +37,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from taut.errors import ConfigError
 from taut.losses.loss import STEEPEST, Loss, Metrics, Unit, mean, relative_power
+from taut.losses.settings import Average, CorrectionKind, CorrectionLevel, KlGradient, KlValue
 from taut.types import LossSum, Packed, Sample, Scores, Wants
 
 # -- surrogates ------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ class Choices(NamedTuple):
     bounds: Bounds
 
     def weighted(self, weight_N: Tensor) -> Choices:
-        """The same values; the gradient that reaches each token's log-probability is multiplied by its weight."""
+        """Keep the values, and multiply the gradient that reaches each token's log-probability by its weight."""
         step_N = self.logp_N - self.logp_N.detach()
         return self._replace(
             logp_N=self.logp_N.detach() + weight_N * step_N,
@@ -88,9 +89,9 @@ class Cost(NamedTuple):
     ratio_N: Tensor | None = None
     """The ratio that was compared with the bounds, without gradient; None for a surrogate without a ratio."""
     low_N: Tensor | None = None
-    """Where the lower bound holds it."""
+    """Tokens whose ratio is held by the lower bound."""
     high_N: Tensor | None = None
-    """Where the upper bound holds it."""
+    """Tokens whose ratio is held by the upper bound."""
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
@@ -186,9 +187,6 @@ SURROGATES: dict[str, Surrogate] = {
 
 # -- divergence from the reference -----------------------------------------------------------------
 
-KlValue: TypeAlias = Literal["k1", "k2", "k3"]
-KlGradient: TypeAlias = Literal["k2", "k3"]
-
 
 class Kl(NamedTuple):
     """The term that keeps the policy close to the reference."""
@@ -268,8 +266,6 @@ def entropy_coefs(
 
 # -- difference between engine and trainer ---------------------------------------------------------
 
-CorrectionKind: TypeAlias = Literal["none", "truncated", "masked"]
-CorrectionLevel: TypeAlias = Literal["token", "sequence", "geometric"]
 FAR = 1.0
 """Nats: the threshold of ``engine/far``."""
 
@@ -314,22 +310,23 @@ class Correction(NamedTuple):
     """0: none."""
 
 
-def weights(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
+def weights(difference_N: Tensor, packed: Packed, correction: Correction) -> Tensor:
     """The weight of each token, [N], a constant."""
     difference_N = difference_N.detach()
-    weight_N = _acted(_raw(difference_N, packed, how), how)
-    return weight_N.masked_fill(vetoed(difference_N, packed, how), 0.0)
+    weight_N = _bounded(_raw(difference_N, packed, correction), correction)
+    return weight_N.masked_fill(vetoed(difference_N, packed, correction), 0.0)
 
 
-def vetoed(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
+def vetoed(difference_N: Tensor, packed: Packed, correction: Correction) -> Tensor:
     """bool [N]: the tokens of samples with a token below the veto."""
-    is_below_N = difference_N.nan_to_num(nan=0.0).exp() < how.veto
+    is_below_N = difference_N.nan_to_num(nan=0.0).exp() < correction.veto
     return (packed.by_sample(is_below_N.to(packed.weight_N)) > 0)[packed.row_N]
 
 
-def _raw(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
+def _raw(difference_N: Tensor, packed: Packed, correction: Correction) -> Tensor:
+    """The weight of each token before cap, floor and veto."""
     difference_N = difference_N.nan_to_num(nan=0.0)
-    match how.level:
+    match correction.level:
         case "token":
             pass
         case "sequence":
@@ -339,27 +336,28 @@ def _raw(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
     return difference_N.clamp(max=STEEPEST).exp()
 
 
-def _acted(weight_N: Tensor, how: Correction) -> Tensor:
-    match how.kind:
+def _bounded(weight_N: Tensor, correction: Correction) -> Tensor:
+    """The weights within cap and floor, as the kind of correction treats the others."""
+    match correction.kind:
         case "none":
             return weight_N
         case "truncated":
-            return weight_N.clamp(how.floor, how.cap)
+            return weight_N.clamp(correction.floor, correction.cap)
         case "masked":
-            is_out_N = (weight_N < how.floor) | (weight_N > how.cap)
+            is_out_N = (weight_N < correction.floor) | (weight_N > correction.cap)
             return weight_N.masked_fill(is_out_N, 0.0)
 
 
 @torch.no_grad()
-def engine_metrics(difference_N: Tensor, packed: Packed, how: Correction) -> Metrics:
+def engine_metrics(difference_N: Tensor, packed: Packed, correction: Correction) -> Metrics:
     """The difference between engine and trainer, over the tokens with both log-probabilities.
 
     ``engine/kl`` is KL(engine || trainer) by k3, ``engine/kl_k1`` by k1, both per token. ``engine/weight`` and
     ``engine/weight_square`` are means over tokens of the weight and its square, after cap and floor.
     """
     is_known_N = ~difference_N.isnan()
-    raw_N = _raw(difference_N.double(), packed, how)
-    used_N = weights(difference_N.double(), packed, how) * is_known_N
+    raw_N = _raw(difference_N.double(), packed, correction)
+    used_N = weights(difference_N.double(), packed, correction) * is_known_N
     d = difference_N.masked_fill(~is_known_N, 0.0).double()
     count = is_known_N.sum().double()
     sums = {
@@ -371,10 +369,10 @@ def engine_metrics(difference_N: Tensor, packed: Packed, how: Correction) -> Met
         "weight": used_N.sum(),
         "weight_square": (used_N**2).sum(),
     }
-    if how.kind != "none":
+    if correction.kind != "none":
         sums["corrected"] = ((used_N != raw_N) & is_known_N).sum()
-    if how.veto:
-        sums["vetoed"] = (vetoed(difference_N, packed, how) & is_known_N).sum()
+    if correction.veto:
+        sums["vetoed"] = (vetoed(difference_N, packed, correction) & is_known_N).sum()
     return {f"engine/{name}": (total, count) for name, total in sums.items()}
 
 
@@ -448,8 +446,6 @@ def explained_variance(metrics: Mapping[str, float]) -> float | None:
 
 
 # -- the loss --------------------------------------------------------------------------------------
-
-Average: TypeAlias = Literal["token", "sequence", "constant"]
 
 
 @dataclass(frozen=True)
@@ -525,57 +521,28 @@ class PolicyGradient(Loss):
     """Temperature at which the tokens were sampled."""
 
     def __post_init__(self) -> None:
-        """Refuse values without a meaning. Keys have the names of the configuration."""
+        """Values without a meaning, which the section of a run refuses (methods/policy.py)."""
         low, high, dual = self.bounds[:3]
-        made, name = SURROGATES[self.surrogate], self.surrogate
-        if made.is_held and min(low, high) <= 0:
-            raise ConfigError(
-                f"found clip_low={low:g} and clip_high={high:g}; expected more than 0; raise them"
-            )
-        if made.is_held and low > 1 and name != "gmpo":
-            raise ConfigError(
-                f"found clip_low={low:g} with loss={name}; expected at most 1: a ratio is not below 0; lower it"
-            )
-        if dual is not None and not made.is_dual:
-            raise ConfigError(
-                f"found dual_clip={dual:g} with loss={name}, which does not read it; expected one of "
-                f"{', '.join(n for n, s in SURROGATES.items() if s.is_dual)}; leave it out, or name one of those"
-            )
-        if dual is not None and dual <= 1 + high:
-            raise ConfigError(
-                f"found dual_clip={dual:g} with clip_high={high:g}; expected more than 1 + clip_high: the largest "
-                "ratio that counts against a bad answer; raise it"
-            )
-        if (self.average == "constant") != (self.constant_length is not None):
-            raise ConfigError(
-                f"found loss_aggregation={self.average} with constant_length={self.constant_length}; expected a length "
-                "with loss_aggregation=constant and only there; set both, or neither"
-            )
-        how = self.correction
+        surrogate, name = SURROGATES[self.surrogate], self.surrogate
+        if surrogate.is_held:
+            assert min(low, high) > 0, f"bounds {low:g} and {high:g}"
+            assert low <= 1 or name == "gmpo", f"a ratio is not below 0: bound {low:g}"
+        if dual is not None:
+            assert surrogate.is_dual and dual > 1 + high, f"{name} with dual clip {dual:g}"
+        assert (self.average == "constant") == (self.constant_length is not None), "a length"
+        correction, kind = self.correction, self.correction.kind
         if self.is_bypassed:
             assert self.has_engine_logp and not self.is_fresh, "the ratio is to the engine's"
-            if how.kind != "none":
-                raise ConfigError(
-                    f"found rollout_correction={how.kind} with old_logprobs=engine, whose ratios are of policy to "
-                    "engine already; expected one of the two; set rollout_correction=none, or take old_logprobs out"
-                )
-        if how.kind != "none":
+            assert kind == "none", "ratios are of policy to engine already"
+        if kind != "none":
             if not self.has_engine_logp:
                 raise ConfigError(
-                    f"found rollout_correction={how.kind} with an engine that gives no log-probabilities; expected an "
+                    f"found rollout_correction={kind} with an engine that gives no log-probabilities; expected an "
                     "engine that does; set rollout_correction=none, or use another engine"
                 )
-            if not 0 <= how.floor <= 1 <= how.cap:
-                raise ConfigError(
-                    f"found rollout_correction_floor={how.floor:g} and rollout_correction_cap={how.cap:g}; expected "
-                    "1, which is no difference, between them; set them so"
-                )
-        if name == "gmpo" and how.kind != "none" and how.level == "token":
-            raise ConfigError(
-                "found rollout_correction_level=token with loss=gmpo, whose ratio is a product over the answer: one "
-                "token of weight 0 would make it 0; expected geometric or sequence; set one, or leave "
-                "rollout_correction_level out"
-            )
+            assert 0 <= correction.floor <= 1 <= correction.cap, "1 is no difference"
+            # one token of weight 0 would make gmpo's product over the answer 0
+            assert name != "gmpo" or correction.level != "token", "gmpo with weights of tokens"
 
     @property
     def units(self) -> Mapping[str, Unit]:
@@ -637,6 +604,7 @@ class PolicyGradient(Loss):
         return values
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
+        # the policy term, weighted where engine and trainer differ
         logp_N = scores.logp_N
         chosen, old_N = self._choices(scores, packed)
         difference_N = None  # of the trainer's and the engine's log-probabilities
@@ -656,6 +624,8 @@ class PolicyGradient(Loss):
             metrics |= engine_metrics(difference_N, packed, self.correction)
             largest["engine/largest"] = largest_difference(difference_N)
         terms = {"policy": (share_N * cost_N).sum()}
+
+        # the divergence from the reference
         if self.kl:
             log_ratio_N = logp_N - packed.streams["ref_logp_N"].to(logp_N)
             cost_N = estimate(log_ratio_N, self.kl.gradient)
@@ -663,6 +633,8 @@ class PolicyGradient(Loss):
                 cost_N = ratio_of(chosen.log_ratio_N.detach()) * cost_N
             terms["kl"] = self.kl.coef * (share_N * cost_N).sum()
             metrics["kl"] = mean(estimate(log_ratio_N.detach(), self.kl.value))
+
+        # the entropy, and the critic's term
         if self.wants.entropy:
             assert scores.entropy_N is not None, "the loss needs the entropy"
             metrics["entropy"] = mean(scores.entropy_N)
@@ -685,7 +657,7 @@ class PolicyGradient(Loss):
         return {name: value for name, value in values.items() if value is not None}
 
     def is_silent(self, sample: Sample) -> bool:
-        """Where every advantage is 0 and no other term or metric needs the forward."""
+        """Samples whose advantages are all 0, if no other term or metric needs the forward."""
         if self.kl or self.critic or self.wants.entropy:
             return False
         return not sample.streams["advantage_N"].any()

@@ -1,9 +1,13 @@
-"""Preference optimisation: DPO and its family on pairs, with or without a reference, and KTO on single answers.
+"""Preference optimization: DPO and its family on pairs, with or without a reference, and KTO on single answers.
 
-    Preference     pairs: a weighted sum of functions of the DPO family, one function and one entry of ``VARIANTS`` each
-    simpo, cpo     ``Preference`` without a reference: SimPO, AlphaPO, CPO
-    Orpo           pairs: an odds ratio with a supervised term
-    Unpaired       single answers labelled good or bad: KTO, BCO, APO-zero
+    DpoLoss               pairs: a weighted sum of functions of the DPO family, one function and one entry of
+                          ``VARIANTS`` each
+    SimpoLoss, CpoLoss    the same without a reference: SimPO, AlphaPO, CPO
+    OrpoLoss              pairs: an odds ratio with a supervised term
+    KtoLoss               single answers labeled good or bad: KTO, BCO, APO-zero
+
+The keys of a loss, with what they exclude, are in its base class in settings.py. ``PairLoss`` is what the losses on the
+DPO family's functions have in common.
 
 A target's weight counts: log pi(y|x) is the sum of weight_N * logp_N over the answer's targets, and its length the sum
 of the weights, which are 1 unless the data say otherwise.
@@ -26,7 +30,7 @@ the label smoothing:
     discopop      (1 - s(x / tau)) * -log s(x) + s(x / tau) * exp(-x)
                                                             DiscoPOP, arXiv 2406.08414, eq. 5 (log-ratio modulated)
     nca           -log s(beta r_w) - (log s(-beta r_w) + log s(-beta r_l)) / 2
-                                                            NCA, arXiv 2402.05369, two answers labelled 1 and 0
+                                                            NCA, arXiv 2402.05369, two answers labeled 1 and 0
     bco           -log s(beta r_w - c) - log s(c - beta r_l)
                                                             BCO, arXiv 2404.04656; c = the mean of beta r over all
                                                             answers of the step, a constant (the paper: a running one)
@@ -56,30 +60,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from taut.errors import ConfigError
+from taut.config import configclass
 from taut.losses.loss import Loss, Metrics, Unit, accuracy, mean, relative_power
+from taut.losses.settings import (
+    CpoConfig,
+    DpoConfig,
+    DpoVariant,
+    KtoConfig,
+    OrpoConfig,
+    SimpoConfig,
+)
 from taut.types import LossSum, Packed, Scores, Wants
 
 # -- sums over answers -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class AnswerLoss(Loss):
-    """The base of losses on answers."""
+    """The base of losses on answers, with a key ``log_entropy``."""
 
-    entropy: bool = field(default=False, kw_only=True)
-    """Report the entropy as a metric."""
+    log_entropy: bool
 
     @property
     def wants(self) -> Wants:
-        return Wants(entropy=self.entropy)
+        return Wants(entropy=self.log_entropy)
 
 
 class Answers(NamedTuple):
@@ -132,7 +141,7 @@ def pair_metrics(reward_S: Tensor, sums: Answers, packed: Packed) -> Metrics:
 
 
 def kind_metrics(reward_S: Tensor, sums: Answers, packed: Packed, is_good_S: Tensor) -> Metrics:
-    """The same means over the good answers and over the others."""
+    """Average the metrics over the good answers and over the others."""
     kinds = {"chosen": is_good_S.double(), "rejected": (~is_good_S).double()}
     return {
         f"{name}/{kind}": ((value_S.detach() * is_kind_S).sum(), is_kind_S.sum())
@@ -277,84 +286,51 @@ def _partners(step: Observed) -> dict[str, Tensor]:
     }
 
 
-DpoVariant: TypeAlias = Literal[
-    "sigmoid",
-    "ipo",
-    "hinge",
-    "robust",
-    "exo",
-    "discopop",
-    "nca",
-    "bco",
-    "sppo",
-    "apo_zero",
-    "apo_down",
-    "aot",
-    "aot_unpaired",
-]
-"""The values of ``dpo.loss``: the names of ``VARIANTS``, to which a test holds them."""
-
-
 class Variant(NamedTuple):
     """A function of the DPO family."""
 
     value: Callable[[Compared], Tensor]
     """The cost of each pair, [P]."""
-    is_of_x: bool = False
-    """It depends on x alone, so margins, divergences and reference_free apply."""
-    is_smoothed: bool = False
-    """It reads the label smoothing."""
     is_averaged: bool = False
     """It takes log-ratios per token."""
     statistics: Callable[[Observed], dict[str, Tensor]] | None = None
     """The statistics of the whole step that it needs."""
 
 
-VARIANTS: dict[str, Variant] = {
-    "sigmoid": Variant(sigmoid, is_of_x=True, is_smoothed=True),
-    "ipo": Variant(ipo, is_of_x=True, is_averaged=True),
-    "hinge": Variant(hinge, is_of_x=True),
-    "robust": Variant(robust, is_of_x=True, is_smoothed=True),
-    "exo": Variant(exo, is_of_x=True, is_smoothed=True),
-    "discopop": Variant(discopop, is_of_x=True),
+VARIANTS: dict[DpoVariant, Variant] = {
+    "sigmoid": Variant(sigmoid),
+    "ipo": Variant(ipo, is_averaged=True),
+    "hinge": Variant(hinge),
+    "robust": Variant(robust),
+    "exo": Variant(exo),
+    "discopop": Variant(discopop),
     "nca": Variant(nca),
     "bco": Variant(bco, statistics=_mean_reward),
     "sppo": Variant(sppo),
     "apo_zero": Variant(apo_zero),
     "apo_down": Variant(apo_down),
-    "aot": Variant(aot, is_smoothed=True, statistics=_offset_of_rank),
-    "aot_unpaired": Variant(aot_unpaired, is_smoothed=True, statistics=_partners),
+    "aot": Variant(aot, statistics=_offset_of_rank),
+    "aot_unpaired": Variant(aot_unpaired, statistics=_partners),
 }
 """name -> function; the formulas are in the module's docstring.
 
-A new one has its value where policy and reference are one in THEORY of checks/loss.py, its formula a second time in
-tests/oracle/test_preference_formulas.py, and a row in docs/preference.md.
+A new one has its name in ``DpoVariant`` (settings.py) and in the rules there of ``DpoConfig``, by which margins,
+divergences and reference_free are for functions of x; its value where policy and reference are one in THEORY of
+checks/loss.py, its formula a second time in tests/oracle/test_preference_formulas.py, and a row in docs/preference.md.
 """
 
 
 # -- losses on pairs -------------------------------------------------------------------------------
 
-Divergence: TypeAlias = Literal["reverse_kl", "forward_kl", "js", "alpha"]
-CpoVariant: TypeAlias = Literal["sigmoid", "hinge", "ipo"]
 
-
-@dataclass(frozen=True)
-class Preference(AnswerLoss):
-    """DPO and its family, with or without a reference:
+class PairLoss(AnswerLoss):
+    """The loss of the DPO family's functions f:
 
         sum over terms of  weight * mean over pairs of f(r_w, r_l)
             + sft_weight * mean over the tokens of preferred answers of -logp
 
-    A sum of several functions f is MPO (arXiv 2411.10442), with the supervised term it is RPO's (2404.19733). The score
-    r of an answer is its log-ratio u = log pi(y|x) - log ref(y|x), divided by its length where ``length_normalised``
-    (Tulu 3, 2411.15124), and then transformed by the divergence (f-DPO, arXiv 2309.16240, table 1: f' of e^u):
-
-        reverse_kl    u                          forward_kl   1 - e^-u
-        js            log 2 + log sigmoid(u)     alpha        (1 - e^(-alpha u)) / alpha: 0 is reverse_kl, 1 forward_kl
-
-    e^-u continues along its tangent beyond e^30 (``relative_power``). The constant beta log Z(x) of f-DPO leaves
-    differences unchanged, so a divergence is for functions of x. TRL divides by the length after the divergence, not
-    before, and its alpha is 1 - alpha.
+    The score r of an answer is its log-ratio u = log pi(y|x) - log ref(y|x), or log pi(y|x) where ``reference_free``,
+    divided by its length where ``length_normalized``, and then ``transformed``.
 
     Pairs are all of a group's whose preference differs, each counted once. Pairs are not weighted (WPO), nor are tokens
     beyond those of the shorter answer (LD-DPO).
@@ -362,73 +338,28 @@ class Preference(AnswerLoss):
 
     best_by: ClassVar[tuple[str, ...]] = ("rewards/accuracy", "rewards/margin")
 
-    beta: float = 0.1
-    """Scale of the log-ratio: larger keeps the policy closer to the reference."""
-    terms: tuple[tuple[str, float], ...] = (("sigmoid", 1.0),)
-    """Names of ``VARIANTS`` and their weights."""
-    label_smoothing: float = 0.0
-    """Assumed share of pairs that are the wrong way round."""
-    sft_weight: float = 0.0
-    length_normalised: bool = False
-    divergence: Divergence = "reverse_kl"
-    alpha: float = 0.5
-    """Parameter of divergence="alpha"."""
+    beta: float
+    label_smoothing: float
+    sft_weight: float
+    # keys that some losses lack: without them nothing is added, and no reference is read
     margin: float = 0.0
-    """Weight of the data's margin, subtracted from x."""
     gamma: float = 0.0
-    """Constant margin, subtracted from x."""
-    tau: float = 0.05
-    """discopop's temperature: how sharply it switches between its branches."""
-    reference_free: bool = False
-    """u = log pi(y|x): no reference is read."""
+    length_normalized: bool = False
+    reference_free: bool = True
 
-    def __post_init__(self) -> None:
-        """Refuse values that no function reads, or without a meaning. Keys have the names of the configuration."""
-        names = [name for name, _ in self.terms]
-        unknown = [name for name in names if name not in VARIANTS]
-        if unknown or not names or len(set(names)) < len(names):
-            raise ConfigError(
-                f"found loss={names}; expected one or more of {', '.join(VARIANTS)}, each once; name those"
-            )
-        others = [name for name in names if not VARIANTS[name].is_of_x]
-        for key, reads in {
-            "margin": self.margin != 0,
-            "gamma": self.gamma != 0,
-            "divergence": self.divergence != "reverse_kl",
-            "reference_free": self.reference_free,
-        }.items():
-            if reads and others:
-                raise ConfigError(
-                    f"found {key}={getattr(self, key)} with loss={others[0]}, which takes the two answers one by "
-                    f"one; expected a function of their difference ({', '.join(_named('is_of_x'))}); leave {key} "
-                    "out, or name one of those"
-                )
-        if self.reference_free and self.divergence not in ("reverse_kl", "alpha"):
-            raise ConfigError(
-                f"found divergence={self.divergence} with reference_free; expected a reference to diverge from; "
-                "leave one out"
-            )
-        smoothing = self.label_smoothing
-        if not 0 <= smoothing < 0.5:
-            raise ConfigError(
-                f"found label_smoothing={smoothing:g}; expected at least 0 and less than 0.5: how often a pair is the "
-                "wrong way round; more would turn all of them; lower it"
-            )
-        if "exo" in names and smoothing == 0:
-            raise ConfigError(
-                "found loss=exo with label_smoothing=0, where it is infinite; expected more than 0; set "
-                "label_smoothing=0.001, the paper's"
-            )
-        if smoothing and not any(VARIANTS[name].is_smoothed for name in names):
-            raise ConfigError(
-                f"found label_smoothing={smoothing:g} with loss={', '.join(names)}, which does not read it; expected "
-                f"{', '.join(_named('is_smoothed'))}; leave it out"
-            )
-        if "discopop" in names and not 0 < self.tau <= 1:
-            raise ConfigError(
-                f"found discopop_tau={self.tau:g}; expected more than 0 and at most 1 (larger, and exp(-x) is no "
-                "longer held down where x is negative); set it to the paper's 0.05"
-            )
+    @property
+    def terms(self) -> tuple[tuple[DpoVariant, float], ...]:
+        """Names of ``VARIANTS`` and their weights."""
+        return (("sigmoid", 1.0),)
+
+    @property
+    def tau(self) -> float:
+        """discopop's temperature: how sharply it switches between its branches."""
+        return 0.05
+
+    def transformed(self, log_ratio_S: Tensor) -> Tensor:
+        """r of each answer, from its u."""
+        return log_ratio_S
 
     @property
     def units(self) -> Mapping[str, Unit]:
@@ -458,10 +389,10 @@ class Preference(AnswerLoss):
         if self.margin:
             margin_S = packed.values["margin"].to(sums.logp_S)
             margin_P = margin_P + self.margin * (margin_S[better_P] - margin_S[worse_P])
-        terms = {}
+        terms: dict[str, Tensor] = {}
         for name, weight in self.terms:
             variant = VARIANTS[name]
-            is_averaged = self.length_normalised or variant.is_averaged
+            is_averaged = self.length_normalized or variant.is_averaged
             score_S = self._score(sums, is_averaged=is_averaged)
             pairs = Compared(
                 score_S.index_select(0, better_P),
@@ -475,16 +406,16 @@ class Preference(AnswerLoss):
             terms[name] = weight * variant.value(pairs).sum()
         if self.sft_weight:
             terms["sft"] = self.sft_weight * nll_of_best(scores.logp_N, packed)
-        score_S = self._score(sums, is_averaged=self.length_normalised)
+        score_S = self._score(sums, is_averaged=self.length_normalized)
         metrics = pair_metrics(self.beta * score_S, sums, packed)
         metrics |= sequence_metrics(scores, sums, kl=not self.reference_free)
         return LossSum(terms, metrics)
 
     def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:
         sums = answers(scores, packed, has_reference=not self.reference_free)
-        score_S = self._score(sums, is_averaged=self.length_normalised)
+        score_S = self._score(sums, is_averaged=self.length_normalized)
         reference_S = sums.logp_S - sums.log_ratio_S
-        if self.length_normalised:
+        if self.length_normalized:
             reference_S = reference_S / sums.length_S
         better_P, worse_P = packed.better_P, packed.worse_P
         return {
@@ -495,14 +426,38 @@ class Preference(AnswerLoss):
 
     def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         step = Observed(**observed, beta=self.beta)
-        made = [VARIANTS[name].statistics for name, _ in self.terms]
-        return {name: stat for make in made if make for name, stat in make(step).items()}
+        makers = [VARIANTS[name].statistics for name, _ in self.terms]
+        return {name: stat for make in makers if make for name, stat in make(step).items()}
 
     def _score(self, sums: Answers, *, is_averaged: bool) -> Tensor:
-        """r of each answer."""
         log_ratio_S = sums.log_ratio_S
-        if is_averaged:
-            log_ratio_S = log_ratio_S / sums.length_S
+        return self.transformed(log_ratio_S / sums.length_S if is_averaged else log_ratio_S)
+
+
+@configclass
+class DpoLoss(DpoConfig, PairLoss):
+    """DPO and its family. A sum of several functions f is MPO (arXiv 2411.10442), with the supervised term it is RPO's
+    (2404.19733); divided by lengths it is Tulu 3's (2411.15124). The divergence transforms u (f-DPO, arXiv 2309.16240,
+    table 1: f' of e^u):
+
+        reverse_kl    u                          forward_kl   1 - e^-u
+        js            log 2 + log sigmoid(u)     alpha        (1 - e^(-alpha u)) / alpha: 0 is reverse_kl, 1 forward_kl
+
+    e^-u continues along its tangent beyond e^30 (``relative_power``). The constant beta log Z(x) of f-DPO leaves
+    differences unchanged, so a divergence is for functions of x. TRL divides by the length after the divergence, not
+    before, and its alpha is 1 - alpha.
+    """
+
+    @property
+    def terms(self) -> tuple[tuple[DpoVariant, float], ...]:
+        weights = self.loss_weights or [1.0] * len(self.names)
+        return tuple(zip(self.names, weights, strict=True))
+
+    @property
+    def tau(self) -> float:
+        return super().tau if self.discopop_tau is None else self.discopop_tau
+
+    def transformed(self, log_ratio_S: Tensor) -> Tensor:
         match self.divergence:
             case "reverse_kl":
                 return log_ratio_S
@@ -511,61 +466,34 @@ class Preference(AnswerLoss):
             case "js":
                 return math.log(2) + logsigmoid(log_ratio_S)
             case "alpha":
-                return relative_power(log_ratio_S, -self.alpha)
+                return relative_power(log_ratio_S, -0.5 if self.alpha is None else -self.alpha)
 
 
-def _named(trait: str) -> list[str]:
-    return [name for name, variant in VARIANTS.items() if getattr(variant, trait)]
-
-
-def simpo(
-    beta: float,
-    gamma: float,
-    *,
-    alpha: float = 0.0,
-    label_smoothing: float = 0.0,
-    sft_weight: float = 0.0,
-    entropy: bool = False,
-) -> Preference:
+@configclass
+class SimpoLoss(SimpoConfig, PairLoss):
     """SimPO, arXiv 2405.14734, eq. 6: -log s(beta * (q_w - q_l) - gamma) with q = log pi(y|x) / |y|, an answer's mean
     log-probability. With ``alpha`` AlphaPO, arXiv 2501.03884: (1 - e^(-alpha q)) / alpha in place of q.
     """
-    return Preference(
-        beta=beta,
-        gamma=gamma,
-        label_smoothing=label_smoothing,
-        sft_weight=sft_weight,
-        length_normalised=True,
-        divergence="alpha" if alpha else "reverse_kl",
-        alpha=alpha,
-        reference_free=True,
-        entropy=entropy,
-    )
+
+    length_normalized = True
+
+    def transformed(self, log_ratio_S: Tensor) -> Tensor:
+        return relative_power(log_ratio_S, -self.alpha)
 
 
-def cpo(
-    beta: float,
-    variant: CpoVariant = "sigmoid",
-    *,
-    label_smoothing: float = 0.0,
-    sft_weight: float = 1.0,
-    entropy: bool = False,
-) -> Preference:
+@configclass
+class CpoLoss(CpoConfig, PairLoss):
     """CPO, arXiv 2401.08417, eq. 3: f(log pi(w|x) - log pi(l|x)) + sft_weight * the mean of -logp over the tokens of
     preferred answers.
     """
-    return Preference(
-        beta=beta,
-        terms=((variant, 1.0),),
-        label_smoothing=label_smoothing,
-        sft_weight=sft_weight,
-        reference_free=True,
-        entropy=entropy,
-    )
+
+    @property
+    def terms(self) -> tuple[tuple[DpoVariant, float], ...]:
+        return ((self.loss, 1.0),)
 
 
-@dataclass(frozen=True)
-class Orpo(AnswerLoss):
+@configclass
+class OrpoLoss(OrpoConfig, AnswerLoss):
     """ORPO, arXiv 2403.07691, eq. 6 and 7, with beta for lambda. With q = log pi(y|x) / |y|:
 
         sft + beta * -log s(log odds(w) - log odds(l)),        log odds = q - log(1 - e^q)
@@ -577,9 +505,6 @@ class Orpo(AnswerLoss):
     units: ClassVar[Mapping[str, Unit]] = {"odds_ratio": "pair", "sft": "better_token"}
     needs_values: ClassVar[tuple[str, ...]] = ("preference",)
     best_by: ClassVar[tuple[str, ...]] = ("rewards/accuracy", "rewards/margin")
-
-    beta: float = 0.1
-    """The weight of the odds ratio: lambda in the paper."""
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         sums = answers(scores, packed, has_reference=False)
@@ -603,12 +528,10 @@ def log_odds(logp_S: Tensor) -> Tensor:
 
 # -- losses on single answers ----------------------------------------------------------------------
 
-UnpairedVariant: TypeAlias = Literal["kto", "bco", "apo_zero"]
 
-
-@dataclass(frozen=True)
-class Unpaired(AnswerLoss):
-    """KTO and its neighbours, on single answers, each a sample with ``label`` 1 (good) or 0 (bad).
+@configclass
+class KtoLoss(KtoConfig, AnswerLoss):
+    """KTO and its neighbors, on single answers, each a sample with ``label`` 1 (good) or 0 (bad).
 
     With r = beta * (log pi(y|x) - log ref(y|x)), s the logistic function, y = +1 for desirable answers and -1 for
     others, and w the weight of the answer's kind, the mean over all answers of
@@ -628,28 +551,22 @@ class Unpaired(AnswerLoss):
     needs_values: ClassVar[tuple[str, ...]] = ("label",)
     best_by: ClassVar[tuple[str, ...]] = ("rewards/accuracy",)
 
-    variant: UnpairedVariant = "kto"
-    beta: float = 0.1
-    """Scale of the log-ratio: larger keeps the policy closer to the reference."""
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-
     @property
     def units(self) -> Mapping[str, Unit]:
-        return {self.variant: "sequence"}
+        return {self.loss: "sequence"}
 
     @property
     def observes(self) -> bool:
-        return self.variant != "apo_zero"
+        return self.loss != "apo_zero"
 
     @property
     def mismatched(self) -> bool:
-        return self.variant == "kto"
+        return self.loss == "kto"
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         sums = answers(scores, packed, has_reference=True)
         is_good_S = packed.values["label"] > 0.5
-        match self.variant:
+        match self.loss:
             case "kto":
                 shift = self.beta * packed.stats["z0"].to(sums.log_ratio_S)
             case "bco":
@@ -659,7 +576,7 @@ class Unpaired(AnswerLoss):
         reward_S = self.beta * sums.log_ratio_S
         above_S = reward_S - shift
         signed_S = torch.where(is_good_S, above_S, -above_S)
-        if self.variant == "bco":
+        if self.loss == "bco":
             cost_S = -logsigmoid(signed_S)
         else:
             cost_S = torch.sigmoid(-signed_S)
@@ -667,9 +584,9 @@ class Unpaired(AnswerLoss):
         total = torch.where(is_good_S, good_S, bad_S).sum()
         metrics = kind_metrics(reward_S, sums, packed, is_good_S)
         metrics["rewards/accuracy"] = accuracy(signed_S)
-        if self.variant == "kto":
+        if self.loss == "kto":
             metrics["z0"] = mean(packed.stats["z0"].expand(packed.num_samples))
-        return LossSum({self.variant: total}, metrics | sequence_metrics(scores, sums, kl=True))
+        return LossSum({self.loss: total}, metrics | sequence_metrics(scores, sums, kl=True))
 
     def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:
         log_ratio_S = answers(scores, packed, has_reference=True).log_ratio_S
@@ -677,7 +594,7 @@ class Unpaired(AnswerLoss):
 
     def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         log_ratio_S = observed["log_ratio_S"]
-        if self.variant == "kto":
+        if self.loss == "kto":
             return {"z0": log_ratio_S.mean().clamp_min(0)}
         is_good_S = observed["label_S"] > 0.5
         kinds = [log_ratio_S[is_good_S], log_ratio_S[~is_good_S]]

@@ -1,8 +1,8 @@
 """Losses on a scalar head: reward models of pairs, of scores, of steps.
 
-    bradley_terry   mean over pairs of -log s(r_w - r_l - margin_weight * m)       + centring * (r_w + r_l)^2
+    bradley_terry   mean over pairs of -log s(r_w - r_l - margin * m) + centering_coef * (r_w + r_l)^2
                     Bradley-Terry as in InstructGPT (arXiv 2203.02155, eq. 1), the margin as in Llama 2 (2307.09288,
-                    eq. 2), the centring of 2312.09244. r: the head at a sample's last token
+                    eq. 2), the centering of 2312.09244. r: the head at a sample's last token
     regression      mean over samples of (r - score)^2
     process         mean over reads of -(y log s(r) + (1 - y) log s(-r)), y in [0, 1] the step's label and r the head
                     at the step's end: a process reward model, arXiv 2305.20050
@@ -20,7 +20,9 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
+from taut.config import configclass
 from taut.losses.loss import Loss, Metrics, Predictions, Unit, accuracy, mean
+from taut.losses.settings import RewardConfig
 from taut.types import LossSum, Packed, Scores, Wants
 
 
@@ -31,21 +33,16 @@ class ScalarLoss(Loss):
     wants: ClassVar[Wants] = Wants(logp=False, scalar=True)
 
 
-@dataclass(frozen=True)
-class BradleyTerry(ScalarLoss):
+@configclass
+class BradleyTerry(RewardConfig, ScalarLoss):
     """The better of two answers has the higher score."""
 
     best_by: ClassVar[tuple[str, ...]] = ("accuracy", "score/margin")
 
-    margin: float = 0.0
-    """Weight of the data's margin, which the difference should exceed."""
-    centring: float = 0.0
-    """Weight of the term that draws a pair's scores to a sum of 0, which differences leave free."""
-
     @property
     def units(self) -> Mapping[str, Unit]:
         units: dict[str, Unit] = {"bradley_terry": "pair"}
-        return {**units, "centring": "pair"} if self.centring else units
+        return {**units, "centring": "pair"} if self.centering_coef else units
 
     @property
     def needs_values(self) -> tuple[str, ...]:
@@ -62,8 +59,8 @@ class BradleyTerry(ScalarLoss):
             margin_P = margin_S[packed.better_P] - margin_S[packed.worse_P]
             wanted_P = gap_P - self.margin * margin_P
         terms = {"bradley_terry": -logsigmoid(wanted_P).sum()}
-        if self.centring:
-            terms["centring"] = self.centring * ((chosen_P + rejected_P) ** 2).sum()
+        if self.centering_coef:
+            terms["centring"] = self.centering_coef * ((chosen_P + rejected_P) ** 2).sum()
         metrics: Metrics = {
             "accuracy": accuracy(gap_P),
             "score/margin": mean(gap_P),

@@ -18,11 +18,9 @@ fractions of its own, would.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-RouterLossKind = Literal["pooled", "per_layer"]
+from taut.losses.settings import RouterLossKind
 
 
 def slopes(

@@ -15,7 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from taut.config import configclass
 from taut.losses.loss import Loss, Unit
+from taut.losses.settings import DivergenceConfig
 from taut.types import TOP_IDS, TOP_LOGP, Divergence, LossSum, Packed, Scores, Wants
 
 
@@ -30,11 +32,12 @@ class CrossEntropy(Loss):
         return LossSum(terms={"cross_entropy": -(weight_N * scores.logp_N).sum()})
 
     def linear_weights(self, packed: Packed) -> dict[str, Tensor]:
+        # d term / d logp_N, known in advance: the head forms its gradient chunk by chunk in the forward
         return {"cross_entropy": -packed.weight_N}
 
 
-@dataclass(frozen=True)
-class Distill(Loss):
+@configclass
+class DistillLoss(DivergenceConfig, Loss):
     """The divergence from a teacher, per token, and cross entropy where it has a weight.
 
     The divergences are defined and evaluated inside the head's chunks, in models/teacher.py. Their gradient shrinks as
@@ -46,8 +49,6 @@ class Distill(Loss):
     ``Scores.divergence_N`` and ``logp_N`` are numbers without one.
     """
 
-    divergence: Divergence = Divergence()  # noqa: RUF009 (a NamedTuple)
-    sft_weight: float = 0.0
     is_listed: bool = False
     """The teacher is a list of its likeliest tokens at each target."""
 
@@ -62,23 +63,28 @@ class Distill(Loss):
 
     @property
     def wants(self) -> Wants:
-        return Wants(divergence=self.divergence)
+        beta = 0.5 if self.beta is None else self.beta
+        tail = self.tail or "bucket"
+        return Wants(divergence=Divergence(self.divergence, beta, self.temperature, tail))
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         assert scores.divergence_N is not None, "the loss needs the divergence"
+        # the terms
         weight_N = packed.weight_N.to(scores.logp_N)
         divergence = (weight_N * scores.divergence_N).sum()
         cross_entropy = -(weight_N * scores.logp_N).sum()
-        terms = {"divergence": self.divergence.temperature**2 * divergence}
+        terms = {"divergence": self.temperature**2 * divergence}
         if self.sft_weight:
             terms["cross_entropy"] = self.sft_weight * cross_entropy
+        # the metrics, without the factors
         count = weight_N.sum()
         values = {"divergence": divergence, "cross_entropy": cross_entropy}
         return LossSum(terms, {name: (value.detach(), count) for name, value in values.items()})
 
     def linear_weights(self, packed: Packed) -> dict[str, Tensor]:
         weight_N, none_N = packed.weight_N, torch.zeros_like(packed.weight_N)
-        scaled_N = self.divergence.temperature**2 * weight_N
+        # d term / d logp_N and d term / d divergence_N; without cross entropy the latter alone
+        scaled_N = self.temperature**2 * weight_N
         if not self.sft_weight:
             return {"divergence": scaled_N[None]}
         return {

@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     place: str
     """``module:class``."""
     about: str
-    """The purpose of its command, in a few words."""
+    """Purpose of the command, in a few words."""
 
 
 class Methods(Mapping[str, "type[RunConfig]"]):
@@ -87,17 +87,17 @@ PUBLISHED = {
     "maxrl": "grpo.advantage=maxrl",
     "gdpo": "grpo.advantage=gdpo",
 }
-"""Published methods that are settings of ``taut grpo`` (docs/rl.md has all of them) -> those."""
+"""Published methods that are settings of ``taut grpo`` (docs/rl.md has all of them) -> these settings."""
 
 
 def published(name: str) -> str | None:
-    """The command of a published method that is none of taut's, where it has one."""
+    """Return the command for a published method that is a setting of another one here, if there is one."""
     keys = PUBLISHED.get(name.replace("-", "_"))
     return None if keys is None else f"taut grpo {keys}"
 
 
 def command_of(method: str) -> str:
-    """The command of a method, as it is typed."""
+    """The command of a method, as typed."""
     return f"taut {method.replace('_', '-')}"
 
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedConfig
 from taut.config import Decision
 from taut.errors import ModelError
 from taut.methods.inputs import Inputs, Loaded, Models
-from taut.methods.reference import Other, Recorded, ReferenceConfig, Start
-from taut.methods.rollout_teachers import RolloutTeachersConfig
-from taut.methods.teacher import DistillConfig, load_teacher, require_context
+from taut.methods.reference import Other, Recorded, Start
+from taut.methods.settings import DistillConfig, ReferenceConfig, RolloutTeachersConfig
+from taut.methods.teacher import load_teacher, require_context
 from taut.models import architecture
 from taut.models.heads import Critic
 from taut.models.load import (
@@ -33,9 +33,11 @@ from taut.models.scorer import Scorer, Teacher
 from taut.models.self_test import one_sample_reasons
 from taut.models.tokens import require_same_tokenizer
 from taut.rl import critic as critics
+from taut.rl.settings import CriticConfig
 from taut.train import distributed
 from taut.train.distributed import Ranks
-from taut.train.optim import Pace, highest
+from taut.train.optim import highest
+from taut.train.settings import Pace
 from taut.train.trainer import Role
 from taut.types import TEACHER_LOGP, Wants
 from taut.vision.image_store import require_same_processor
@@ -46,13 +48,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AuxModels:
-    """The auxiliary models of a method; None: there is no such model."""
+    """The auxiliary models of a method; None for a model that it does not have."""
 
     reference: ReferenceConfig | None = None
     """The model that the policy is compared with."""
     teacher: DistillConfig | None = None
     """The model that the policy learns from."""
-    critic: critics.CriticConfig | None = None
+    critic: CriticConfig | None = None
     """The model that predicts the reward of the remaining tokens."""
     completions: RolloutTeachersConfig | None = None
     """The models that score the policy's completions before it learns from them."""
@@ -82,7 +84,7 @@ class AuxModels:
 
     @property
     def reference_file(self) -> str | None:
-        """The file of the reference's logprobs, if there is one: then no reference is held while training."""
+        """The file of the reference's logprobs, if there is one: no reference is then held while training."""
         return None if self.reference is None else self.reference.file
 
     @property
@@ -92,7 +94,7 @@ class AuxModels:
 
     @property
     def unlike_the_start(self) -> str | None:
-        """Why the policy is not its own reference before the first update; None: it is."""
+        """Return why the policy is not its own reference before the first update, or None if it is."""
         if self.reference is None:
             return "the loss has no reference"
         return "reference.model names another model" if self.reference.model is not None else None
@@ -102,7 +104,7 @@ class AuxModels:
     def load_teacher(
         self, run: RunConfig, inputs: Inputs, loaded: Loaded, policy: nn.Module, ranks: Ranks
     ) -> tuple[Teacher | None, list[Decision]]:
-        """The teacher of a policy with its adapters; None where there is none."""
+        """The teacher of a policy with its adapters; None if the run has no teacher."""
         config = self.teacher
         if config is None:
             return None, []
@@ -131,7 +133,7 @@ class AuxModels:
         return models, decisions
 
     def build_self_teacher(self, scorer: Scorer) -> Start | None:
-        """The copy of the policy that is its own teacher, once the scorer is sharded; None: there is none."""
+        """Copy the policy as its own teacher, once the scorer is sharded; None if the run has no such teacher."""
         config = self.completions
         if config is None or not config.has_copy:
             return None
@@ -145,7 +147,7 @@ class AuxModels:
     def load_critic(
         self, run: RunConfig, inputs: Inputs, loaded: Loaded, policy: nn.Module, ranks: Ranks
     ) -> tuple[Critic | None, list[Decision]]:
-        """The critic of a policy with its adapters, not yet sharded; None where there is none."""
+        """The critic of a policy with its adapters, not yet sharded; None if the run has no critic."""
         config = self.critic
         if config is None:
             return None, []
@@ -180,8 +182,8 @@ class AuxModels:
     def build_roles(
         self, run: RunConfig, inputs: Inputs, loaded: Loaded, scorer: Scorer, ranks: Ranks
     ) -> tuple[list[Role], list[Decision]]:
-        """The reference, once the scorer is sharded, and why this one. With ``reference.file`` it computes its logprobs
-        until they are read from the file.
+        """Make the reference, once the scorer is sharded, and give the reason for this one. With ``reference.file`` it
+        computes its logprobs until they are read from the file.
         """
         config = self.reference
         if config is None:
@@ -214,7 +216,7 @@ class AuxModels:
 
 
 class SelfTeacher(Start):
-    """The policy at the start as its teacher: what is read of it is up to the teachers of rollouts (rl/teachers.py)."""
+    """The initial policy as its teacher; the teachers of rollouts decide which scores they read (rl/teachers.py)."""
 
     gives = TEACHER_LOGP
 
@@ -270,7 +272,7 @@ def save_critic(
 
 
 def require_same_pictures(run: RunConfig, inputs: Inputs, path: str, key: str) -> None:
-    """Raise ModelError where another model would get other tensors of the data's pictures."""
+    """Raise ModelError if another model would get other tensors from the data's pictures."""
     image_store, trust = inputs.renderer.image_store, run.trust_remote_code
     data = [split for split in (inputs.train, inputs.eval) if split is not None]
     if image_store is None or not any(split.report.num_pictures for split in data):
@@ -282,8 +284,8 @@ def require_same_pictures(run: RunConfig, inputs: Inputs, path: str, key: str) -
 def require_same_inputs(
     run: RunConfig, inputs: Inputs, path: str, key: str, may_lack: Sequence[int] = ()
 ) -> dict[str, int]:
-    """The vocabulary of another model. Raises ModelError where the same data have other ids or pictures for that model.
-    ``may_lack``: added tokens that may be missing from it.
+    """Return the vocabulary of another model. Raises ModelError if that model would get other ids or pictures from the
+    data. ``may_lack``: added tokens that may be missing from it.
     """
     require_same_pictures(run, inputs, path, key)
     return require_same_tokenizer(

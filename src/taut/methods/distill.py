@@ -5,14 +5,17 @@ The section ``[distill]`` is shared with ``taut gkd`` (methods/teacher.py).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import field
+from typing import TYPE_CHECKING, ClassVar
 
 from taut.config import configclass
-from taut.losses.loss import Loss
-from taut.methods.aux_models import AuxModels
 from taut.methods.method import MethodName, RunConfig
-from taut.methods.teacher import DistillConfig
-from taut.train.optim import DefaultRates
+from taut.methods.settings import DistillConfig, require_another
+from taut.train.settings import DefaultRates
+
+if TYPE_CHECKING:
+    from taut.losses.loss import Loss
+    from taut.methods.aux_models import AuxModels
 
 
 @configclass
@@ -24,14 +27,26 @@ class Distill(RunConfig):
     )
 
     method: MethodName = "distill"
-    distill: DistillConfig = DistillConfig()
+    distill: DistillConfig = field(default_factory=DistillConfig)
+
+    rules: ClassVar[str] = """
+        required distill.teacher distill.top_logprobs: there is nothing to learn from
+        distill.top_logprobs needs distill.eval_top_logprobs where data.eval: the held-out data have no logprobs of the
+            teacher; expected its file of them, made with taut teach; set it, or leave `data.eval` out
+        distill.eval_top_logprobs needs data.eval
+        data.streaming=true[is_stream] excludes distill.top_logprobs: the file has the teacher's logprobs of all rows
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.distill.require_teacher(self.model, has_eval=bool(self.data.eval))
+        require_another(self, self.distill)
 
     def loss(self) -> Loss:
-        return self.distill.make_loss()
+        from taut.losses.supervised import DistillLoss
+
+        return DistillLoss.of(self.distill)
 
     def models(self) -> AuxModels:
+        from taut.methods.aux_models import AuxModels
+
         return AuxModels(teacher=self.distill)

@@ -1,21 +1,24 @@
-"""Direct preference optimisation (DPO, arXiv 2305.18290) and its family, on pairs, against a reference.
+"""Direct preference optimization (DPO, arXiv 2305.18290) and its family, on pairs, against a reference.
 
-The section ``[dpo]`` is shared with ``taut online-dpo`` (methods/preference.py); the formulas are in
+The section ``[dpo]`` is shared with ``taut online-dpo``; it is in losses/settings.py, the formulas are in
 losses/preference.py.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import field
+from typing import TYPE_CHECKING, ClassVar
 
 from taut.config import configclass
-from taut.errors import ConfigError
-from taut.losses.loss import Loss
-from taut.methods.aux_models import AuxModels
+from taut.losses.settings import DpoConfig
 from taut.methods.method import MethodName
-from taut.methods.preference import DpoConfig, PairMethod
-from taut.methods.reference import STREAM, ReferenceConfig
-from taut.train.optim import DefaultRates
+from taut.methods.preference import PairMethod
+from taut.methods.settings import STREAM, ReferenceConfig
+from taut.train.settings import DefaultRates
+
+if TYPE_CHECKING:
+    from taut.losses.loss import Loss
+    from taut.methods.aux_models import AuxModels
 
 
 @configclass
@@ -27,18 +30,20 @@ class Dpo(PairMethod):
     )
 
     method: MethodName = "dpo"
-    dpo: DpoConfig = DpoConfig()
-    reference: ReferenceConfig = ReferenceConfig()
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dpo.reference_free and self.reference != ReferenceConfig():
-            raise ConfigError(
-                "dpo.reference_free=true and settings of reference contradict each other: there is none; keep one"
-            )
+    rules: ClassVar[str] = """
+        reference excludes dpo.reference_free=true: there is none
+        data.streaming=true[is_stream] excludes reference.file: the file has the logprobs of all rows
+    """
 
     def loss(self) -> Loss:
-        return self.dpo.make_loss()
+        from taut.losses.preference import DpoLoss
+
+        return DpoLoss.of(self.dpo)
 
     def models(self) -> AuxModels:
+        from taut.methods.aux_models import AuxModels
+
         return AuxModels(self.reference if STREAM in self.loss().needs else None)

@@ -1,30 +1,30 @@
-"""Group relative policy optimisation (GRPO, arXiv 2402.03300) and its variants: the answers to a prompt are compared
+"""Group relative policy optimization (GRPO, arXiv 2402.03300) and its variants: the answers to a prompt are compared
 with each other, without a critic. The formulas are in losses/{advantages,policy}.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import field, replace
 from functools import partial
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
 from taut.config import Positive, Share, configclass
-from taut.errors import ConfigError
-from taut.losses.advantages import ESTIMATORS, Estimator, by_turn, pass_at_k
-from taut.methods.aux_models import AuxModels
-from taut.methods.inputs import Inputs, Models
+from taut.conflicts import conflict
 from taut.methods.method import MethodName
 from taut.methods.online import REWARD_ENDS
-from taut.methods.policy import Key, PolicyConfig, PolicyMethod
-from taut.methods.rollout_teachers import RolloutTeachersConfig, open_teachers
-from taut.rewards.registry import charges_steps
-from taut.rl.monitors import RolloutMonitorConfig
-from taut.rl.own_code import OwnCode, is_own, load_advantage, read_own
-from taut.rl.teachers import Teachers
-from taut.train.optim import DefaultRates
+from taut.methods.policy import PolicyConfig, PolicyMethod
+from taut.methods.settings import RolloutTeachersConfig
+from taut.rl.settings import OwnCode, is_own
+from taut.train.settings import DefaultRates
+
+if TYPE_CHECKING:
+    from taut.losses.advantages import Estimator
+    from taut.methods.aux_models import AuxModels
+    from taut.methods.inputs import Inputs, Models
+    from taut.rl.teachers import Teachers
 
 Advantage: TypeAlias = Literal[
     "group",
@@ -39,7 +39,8 @@ Advantage: TypeAlias = Literal[
 ]
 """The names of losses.advantages.ESTIMATORS; a test holds them to it."""
 NOT_BY_TURN = ("pass_at_k", "gdpo", "tree")
-"""Estimators that do not compare rewards of turns: the best of k is of whole answers, the others charge otherwise."""
+"""Estimators that do not compare the rewards of turns: the best of k is defined for whole answers, and the others
+assign rewards differently."""
 
 
 @configclass
@@ -50,22 +51,31 @@ class GrpoConfig(PolicyConfig):
 
     advantage: Advantage | OwnCode = "group"
     """Advantage estimator: group (GRPO), mean (Dr. GRPO), rloo, reinforce_pp, reinforce_pp_baseline, maxrl, pass_at_k,
-    gdpo (each of several rewards is normalised by itself), or tree (answers that begin alike are charged by the
-    segments in which they differ). Or FILE.py:function, of your own."""
+    gdpo (normalizes each of several rewards by itself), or tree (answers that begin alike are compared by the segments
+    in which they differ). FILE.py:function uses your own."""
     advantage_level: Literal["trajectory", "turn"] = "trajectory"
-    """What a reward is charged to. trajectory: all tokens of an answer have the advantage of its whole reward. turn: a
-    reward of an environment's step, or of a step of the answer (a reward with steps.charge), is charged to the turn or
-    step that earned it and those before it, compared with the same one of the group's other answers; what judges the
-    whole path is charged to all tokens."""
+    """Tokens that a reward is assigned to. trajectory: every token of an answer gets the advantage of its whole reward.
+    turn: a reward of an environment's step, or of a step of the answer (a reward with steps.charge), is assigned to the
+    turn or step that earned it and the ones before it, and compared with the same turn or step of the group's other
+    answers; a reward of the whole path is assigned to every token."""
     turn_discount: Share = 1.0
-    """For advantage_level=turn: discount factor of a reward per turn that lies between it and a turn before. 0: each
-    turn has its own reward alone."""
+    """For advantage_level=turn: discount factor per turn between a reward and an earlier turn. 0 gives each turn its
+    own reward alone."""
     pass_k: Annotated[int, Field(ge=1)] | None = None
-    """For advantage=pass_at_k: the k whose pass@k is maximised, at most the size of a group; 4 if not set."""
+    """For advantage=pass_at_k: the k whose pass@k is maximized, at most the size of a group; 4 if not set."""
+
+    rules: ClassVar[str] = f"""
+        pass_k needs advantage=pass_at_k
+        advantage_level needs advantage={"|".join(name for name in get_args(Advantage) if name not in NOT_BY_TURN)}
+        turn_discount needs advantage_level=turn
+    """
 
     @property
     def estimator(self) -> Estimator:
         """The estimator of advantages."""
+        from taut.losses.advantages import ESTIMATORS, by_turn, pass_at_k
+        from taut.rl.custom_loss import load_advantage, read_own
+
         if is_own(self.advantage):
             return load_advantage(read_own(self.advantage, "grpo.advantage", "function"))
         estimator = ESTIMATORS[self.advantage]
@@ -75,21 +85,18 @@ class GrpoConfig(PolicyConfig):
             return replace(estimator, compare=partial(pass_at_k, k=self.pass_k))
         return estimator
 
-    def _keys(self) -> Iterator[Key]:
-        yield from PolicyConfig._keys(self)
-        yield Key("pass_k", self.advantage == "pass_at_k", "advantage=pass_at_k")
-        compared = [name for name in ESTIMATORS if name not in NOT_BY_TURN]
-        wanted = f"advantage={' or '.join(compared)}"
-        yield Key("advantage_level", self.advantage in compared, wanted)
-        yield Key("turn_discount", self.advantage_level == "turn", "advantage_level=turn")
+    @property
+    def compares_answers(self) -> bool:
+        """Whether an answer is compared with the others to its prompt."""
+        return self.advantage != "reinforce_pp" and not is_own(self.advantage)
 
 
 @configclass
 class GrpoDistillConfig(RolloutTeachersConfig):
-    """Teachers whose judgement of each token is added to the advantages (on-policy distillation)."""
+    """Teachers whose judgment of each token is added to the advantages (on-policy distillation)."""
 
     coef: Positive = 1.0
-    """Coefficient of the teacher's logprob minus the policy's, which is added to a token's advantage."""
+    """Coefficient of the teacher's logprob minus the policy's, which is added to the advantage of a token."""
 
 
 @configclass
@@ -101,93 +108,43 @@ class Grpo(PolicyMethod):
     )
 
     method: MethodName = "grpo"
-    grpo: GrpoConfig = GrpoConfig()
-    distill: GrpoDistillConfig = GrpoDistillConfig()
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    distill: GrpoDistillConfig = field(default_factory=GrpoDistillConfig)
 
     @property
     def allows_noise(self) -> bool:
-        """Where an answer is trained on once, by the policy that gave it: its ratio is 1, whatever the noise."""
+        """Whether noise is allowed: only if each answer is trained on once, by the policy that gave it, because its
+        ratio is then 1.
+        """
         return self._is_fresh
+
+    rules: ClassVar[str] = """
+        distill.coef needs distill.teacher=DIR[is_on]: there is no teacher
+        distill.privileged excludes rollout.environment.name[is_on]: an environment may begin a conversation by itself,
+            and the prompt is what the teacher sees otherwise
+        distill.url[is_served] excludes rollout.temperature!=1: a server's logprobs are of temperature 1
+        rollout.dynamic_sampling_rounds rollout.replay_groups needs rewards[is_judged]: groups are chosen by rewards
+        rollout.n=1 excludes grpo.advantage[compares_answers] where method[is_judged]: an answer is compared with the
+            others to its prompt; expected 2 or more; raise `rollout.n`, or set `grpo.advantage`=reinforce_pp
+        shaping.missing_eos_penalty shaping.soft_overlong shaping.length_penalty excludes grpo.advantage=maxrl:
+            it divides by a group's mean reward, which a penalty may take below 0
+        shaping.missing_eos_penalty shaping.soft_overlong shaping.length_penalty shaping.clip shaping.scale excludes
+            grpo.advantage=gdpo: it normalizes each reward by itself, and this shapes their sum; expected rewards such
+            as stop or length_overlong; use one, or set another `grpo.advantage`
+        required rewards where grpo.advantage=gdpo rollout.replay_from: a recorded run has no weights of its rewards;
+            expected the rewards of that run; set `rewards`
+        grpo.advantage_level=turn needs rollout.environment.name=FILE.py:Class[asks] rewards[charges_steps]
+            rollout.replay_from: it charges rewards of steps; expected an environment whose steps have rewards, or a
+            reward with steps.charge=true; name it, or leave `grpo.advantage_level` out
+        rollout_monitor.warn_values needs method=ppo: there is no critic to watch
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_usable_teachers()
-        compares = self.grpo.advantage != "reinforce_pp" and not is_own(self.grpo.advantage)
-        if self.rollout.n == 1 and self.is_judged and compares:
-            raise ConfigError(
-                f"rollout.n=1 with grpo.advantage={self.grpo.advantage}: an answer is compared with the others to its "
-                "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"
-            )
-        penalties = ("missing_eos_penalty", "soft_overlong", "length_penalty")
-        lowering = [f"shaping.{name}" for name in penalties if getattr(self.shaping, name)]
-        if self.grpo.advantage == "maxrl" and lowering:
-            raise ConfigError(
-                f"grpo.advantage=maxrl divides by a group's mean reward, and {lowering[0]} may take that below 0; "
-                "expected rewards of at least 0; name another advantage, or take it out"
-            )
-        if self.grpo.advantage == "gdpo":
-            self._require_rewards_apart()
-        has_steps = self.is_replayed or charges_steps(self.rewards)
-        if self.grpo.advantage_level == "turn" and not has_steps:
-            names = self.rollout.environment.names
-            if not {*names} - {"tools"}:
-                has = "tools gives no rewards" if names else "rollout.environment.name is not set"
-                raise ConfigError(
-                    f"grpo.advantage_level=turn charges the rewards of an environment's steps, and {has}; expected an "
-                    "environment of your own whose steps have rewards, or a process reward model with "
-                    "steps.charge=true; name it, or take grpo.advantage_level out"
-                )
-        if self.rollout_monitor.warn_values != RolloutMonitorConfig.warn_values:
-            raise ConfigError(
-                f"rollout_monitor.warn_values={self.rollout_monitor.warn_values:g} watches a critic, and taut "
-                "grpo has none; taut ppo has one; take it out"
-            )
         if (self.grpo.pass_k or 0) > self.rollout.n:
-            raise ConfigError(
-                f"grpo.pass_k={self.grpo.pass_k} and rollout.n={self.rollout.n}: the best of more than there "
-                "are; expected at most rollout.n; lower pass_k, or raise rollout.n"
-            )
-
-    def _require_rewards_apart(self) -> None:
-        """Raise ConfigError for settings that are of the sum of rewards, which gdpo does not read."""
-        shaped = [
-            f"shaping.{field.name}"
-            for field in fields(self.shaping)
-            if field.name != "overlong" and getattr(self.shaping, field.name) != field.default
-        ]
-        if shaped:
-            raise ConfigError(
-                f"grpo.advantage=gdpo normalises each reward by itself, and {shaped[0]} shapes their sum; expected "
-                "rewards alone; use a reward such as stop or length_overlong, or take it out"
-            )
-        if self.is_replayed and not self.rewards:
-            raise ConfigError(
-                "grpo.advantage=gdpo with rollout.replay_from and without rewards: their weights are not recorded; "
-                "expected the rewards of the recorded run; name them"
-            )
-
-    def _require_usable_teachers(self) -> None:
-        """Raise ConfigError where the settings of teachers contradict others."""
-        distill, default = self.distill, GrpoDistillConfig()
-        if not distill.is_on and distill.coef != default.coef:
-            raise ConfigError(
-                f"distill.coef={distill.coef:g} is set without a teacher, and nothing reads it; expected both; set "
-                "distill.teacher=DIR or distill.url=URL, or take it out"
-            )
-        self.require_rollouts_for(distill)
-        served = [section for _, section, source in distill.sources if source.url is not None]
-        if served and self.rollout.temperature != 1:
-            raise ConfigError(
-                f"{served[0]}url with rollout.temperature={self.rollout.temperature:g}: a server's logprobs are those "
-                "of temperature 1, and the policy's those of the rollout; expected one temperature; set "
-                f"rollout.temperature=1, or {served[0]}teacher=DIR"
-            )
-        for key in () if self.is_judged else ("dynamic_sampling_rounds", "replay_groups"):
-            if getattr(self.rollout, key):
-                raise ConfigError(
-                    f"rollout.{key}={getattr(self.rollout, key)} chooses completions by their rewards, and there are "
-                    f"none; expected 0; take rollout.{key} out, or set rewards"
-                )
+            why = "the best of more answers than there are"
+            remedy = "expected at most `rollout.n`; lower `grpo.pass_k`, or raise `rollout.n`"
+            raise conflict(self, "grpo.pass_k rollout.n", why, remedy)
 
     @property
     def is_judged(self) -> bool:
@@ -203,6 +160,8 @@ class Grpo(PolicyMethod):
         return replace(super().models(), completions=self.distill if self.distill.is_on else None)
 
     def teachers_opener(self, inputs: Inputs, models: Models) -> Callable[[], Teachers] | None:
+        from taut.methods.rollout_teachers import open_teachers
+
         if not self.distill.is_on:
             return None
         temperature = self.rollout.temperature

@@ -22,37 +22,20 @@ from taut.data.batching import Budget
 from taut.data.dataset import Dataset
 from taut.data.order import Cursor
 from taut.data.packing import PackPolicy
-from taut.data.render import Renderer
-from taut.data.stop_tokens import StopSet
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import StopSet
 from taut.inference.local import LocalEngine
 from taut.models.attention_backends import Chosen
-from taut.models.frozen import Storage
 from taut.models.load import context_length
 from taut.models.noise import Noise
 from taut.models.precision import ChosenDtype
+from taut.models.quantized.frozen_storage import Storage
 from taut.models.scorer import Scorer
 from taut.train.distributed import Ranks
 from taut.train.trainer import Role, StepSource
 
 if TYPE_CHECKING:
     from taut.methods.reference import Start
-
-
-class MayChange(NamedTuple):
-    """The configuration keys that a resume may change, by what follows. A key includes all keys below it. A change of
-    any other key makes another run.
-    """
-
-    freely: tuple[str, ...] = ()
-    """They do not affect the steps, or what they name is compared by content."""
-    rounding: tuple[str, ...] = ()
-    """Losses are equal up to rounding, no longer bit for bit."""
-    schedule: tuple[str, ...] = ()
-    """The remaining steps have another learning rate."""
-
-    def plus(self, other: MayChange) -> MayChange:
-        """These keys and those of ``other``."""
-        return MayChange(*(keys + more for keys, more in zip(self, other, strict=True)))
 
 
 class Language(NamedTuple):
@@ -66,7 +49,7 @@ class Language(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the embedding, those of added tokens included."""
+        """Rows of the embedding, including added tokens."""
         return _num_rows(self.config, self.new_ids)
 
 
@@ -86,7 +69,7 @@ class Inputs:
     max_length: int
     new_ids: list[int]
     stops: StopSet
-    """The tokens that end an answer. Derived here, so that a template without an end is refused before training."""
+    """Tokens that end an answer. Derived here, so that a template without an end is refused before training."""
     decisions: list[Decision]
     grows: int = 0
     """Tokens that generation may add to a prompt; 0 where nothing is generated."""
@@ -97,12 +80,12 @@ class Inputs:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the embedding, those of added tokens included."""
+        """Rows of the embedding, including added tokens."""
         return _num_rows(self.config, self.new_ids)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest possible sample, held-out ones included."""
+        """Tokens of the longest possible sample, including held-out samples."""
         each = [data.longest for data in (self.train, self.eval) if data is not None]
         most = max(each) + self.grows
         context = context_length(self.config) if self.grows else None
@@ -110,16 +93,16 @@ class Inputs:
 
 
 class Loaded(NamedTuple):
-    """The model as it is on disk, with the attention and the compute dtype of the run."""
+    """The model from disk, with the attention and the compute dtype of the run."""
 
     model: PreTrainedModel
     dtype: ChosenDtype
     attention: Chosen
     one_sample: str | None
-    """Why this model has to run one sample at a time; None: it packs."""
+    """The reason why this model has to run one sample at a time; None if it packs."""
     decisions: list[Decision]
     storage: Storage | None = None
-    """How the weights that do not train are stored; None: as those that do."""
+    """Storage of the weights that do not train; None if they are stored like the weights that train."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +114,12 @@ class Models:
     loaded: Loaded
     """The policy as it was loaded, with the dtype and attention of all models."""
     roles: Sequence[Role]
-    """Models other than the policy whose outputs the loss reads: a reference."""
+    """Other models whose outputs the loss reads: a reference."""
     noise: Noise | None
     policy: PackPolicy
-    """How samples share prefixes."""
+    """The rule by which samples share prefixes."""
     budget: Budget
-    """How a step is divided among ranks and micro-batches."""
+    """The division of a step among ranks and micro-batches."""
     library_logps: Mapping[str, Tensor]
     """Sample id -> logprobs of the library's own forward; empty where the first step is not compared."""
     compute: Callable[[], AbstractContextManager[Any]]
@@ -144,7 +127,7 @@ class Models:
     compute_backward: Callable[[], AbstractContextManager[Any]]
     """The precision context of a backward."""
     saved_dtype: torch.dtype
-    """The dtype that the final weights are saved in: that of the checkpoint they came from."""
+    """The dtype in which the final weights are saved: the dtype of the checkpoint they came from."""
     decisions: list[Decision]
     teachers: Mapping[str, Scorer] = field(default_factory=dict)
     """Models that score completions before they are trained on, by name."""

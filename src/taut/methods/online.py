@@ -1,61 +1,49 @@
-"""The common part of the methods that learn from completions of the policy: prompts become rollouts, which are judged,
-scored and made into trees (taut/rl). The methods differ in the credit of a completion, and in the loss.
+"""The base of methods that learn from completions of the policy: prompts become rollouts, which are judged, scored and
+made into trees (taut/rl). The methods differ in the credit of a completion, and in the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
-from taut.config import Decision, changed, configclass, home_path
-from taut.data.dataset import Dataset, Split
-from taut.data.order import START, Cursor
-from taut.data.prompts import PromptRow, PromptSet, load_prompt_set
-from taut.data.render import Renderer
-from taut.data.schema import Kind
-from taut.data.token_bytes import pieces_of, token_bytes
+from taut.config import Decision, configclass, home_path
+from taut.conflicts import conflict
+from taut.data.settings import Kind, Split
 from taut.errors import ConfigError, DataError, EngineError
-from taut.evals.answers import EvalSampling
-from taut.evals.during import AnswersConfig
-from taut.inference.engine import Sampling, require_text, require_usable
-from taut.inference.local import LocalEngine
-from taut.inference.reward_model import open_rater
-from taut.inference.vllm import ServerEngine
-from taut.inference.weight_sync import Trained
-from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
+from taut.evals.settings import AnswersConfig, EvalSampling
+from taut.inference.settings import Sampling
 from taut.methods.method import RunConfig
-from taut.methods.reference import ReferenceConfig
-from taut.methods.rollout_teachers import RolloutTeachersConfig
-from taut.models.load import context_length
-from taut.models.precision import DTYPES, compute_context, resolve_dtype
-from taut.rewards.panel import Panel, PanelConfig, open_panel
-from taut.rewards.registry import (
-    RewardSpec,
-    charges_steps,
-    files_of,
-    files_read,
-    models_of,
-    read_parts,
-)
-from taut.rl.advantages import Credit
-from taut.rl.environment import EnvironmentPool, open_environments
-from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
-from taut.rl.online import Online
-from taut.rl.rating import SharedRating
-from taut.rl.rollout import RESERVED, RolloutConfig, RolloutSource, RolloutWorker
-from taut.rl.teachers import Teachers
-from taut.sandbox import shared
-from taut.train.distributed import Ranks
-from taut.train.trainer import Monitor, StepSource, Trainer
-from taut.types import Prompt
+from taut.methods.settings import MayChange
+from taut.rewards.settings import GradingConfig, RewardSpec
+from taut.rl.settings import RolloutConfig, RolloutMonitorConfig
 
 if TYPE_CHECKING:  # pyarrow takes long to import
-    from taut.rl.replay import Recording, Replay
+    import torch
+
+    from taut.data.dataset import Dataset
+    from taut.data.order import Cursor
+    from taut.data.render.render import Renderer
+    from taut.data.rows.messages import Tool
+    from taut.data.rows.prompts import PromptRow
+    from taut.inference.local import LocalEngine
+    from taut.inference.vllm import ServerEngine
+    from taut.methods.inputs import Inputs, Language, Models, Plan
+    from taut.rewards.reward_set import RewardSet
+    from taut.rl.advantages import Credit
+    from taut.rl.environment import EnvironmentPool
+    from taut.rl.online import Online
+    from taut.rl.rating import SharedRating
+    from taut.rl.recorded import RecordedRollouts, Recording
+    from taut.rl.teachers import Teachers
+    from taut.rl.worker import RolloutWorker
+    from taut.train.distributed import Ranks
+    from taut.train.trainer import Monitor, StepSource, Trainer
+    from taut.types import Prompt
 
 REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
 """The remedy where a method has no setting against truncated answers."""
@@ -79,97 +67,63 @@ class OnlineMethod(RunConfig):
             rounding=("rollout.local",),
         )
     )
-    unread_monitor_keys: ClassVar[Sequence[str]] = (
-        "warn_logprob_difference",
-        "max_logprob_difference",
-        "warn_effective_size",
-        "max_without_signal",
-        "warn_kl",
-        "warn_clipped",
-        "warn_entropy",
-        "warn_dropped",
-        "warn_values",
-    )
-    """Keys of rollout_monitor without an effect: those on quantities of policy gradients."""
     corrects_rollouts: ClassVar[bool] = False
     """Whether the method can weight tokens by the ratio of trainer to engine."""
 
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: str | list[str | RewardSpec] = field(default_factory=list)
     """Rewards of completions: names of docs/rewards.md, FILE.py:function, or tables with a weight and options. May be
     empty with an environment that gives rewards."""
-    grading: PanelConfig = PanelConfig()
-    rollout_monitor: RolloutMonitorConfig = RolloutMonitorConfig()
+    grading: GradingConfig = field(default_factory=GradingConfig)
+    rollout_monitor: RolloutMonitorConfig = field(default_factory=RolloutMonitorConfig)
 
     @property
     def allows_noise(self) -> bool:
         return False
 
+    rules: ClassVar[str] = """
+        eval.every unread: there is no held-out loss of what is generated; expected held-out answers; set
+            `eval.answers.every`
+        rollout.dynamic_sampling_rounds excludes rollout.n=1: a single answer has none that its reward could differ
+            from; expected `rollout.n` of 2 or more; raise it, or leave `rollout.dynamic_sampling_rounds` out
+        rollout.difficulty_filter needs rewards[is_judged]
+        rollout_monitor.warn_logprob_difference rollout_monitor.max_logprob_difference
+            rollout_monitor.warn_effective_size rollout_monitor.max_without_signal rollout_monitor.warn_kl
+            rollout_monitor.warn_clipped rollout_monitor.warn_entropy rollout_monitor.warn_dropped
+            rollout_monitor.warn_values needs method=grpo|ppo: there are no policy gradients to watch
+        rollout.dtype needs method=grpo|ppo[corrects_rollouts]: rollouts of another precision are not corrected for
+        rollout.dtype needs dtype=float32: it makes rollouts of a model that trains in float32 faster
+        required rewards=exact_match[rewards] rollout.environment.name=FILE.py:Class[asks] rollout.replay_from
+            where method[is_judged]: the method learns from what completions are worth
+        rollout.fork.turns needs method=grpo[compares_trees]: answers are compared as if each had been sampled by
+            itself; expected taut grpo with grpo.advantage=tree; set that, or leave `rollout.fork.turns` out
+        rewards[charges_steps] needs method=ppo[reads_turn_rewards] rollout.replay_from: a reward has
+            steps.charge=true, and whole answers are charged; expected taut ppo, or grpo.advantage_level=turn; use one,
+            or leave steps.charge out
+    """
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.eval.every:
-            raise ConfigError(
-                f"eval.every={self.eval.every} measures a held-out loss, and what is learned here is generated; "
-                "expected held-out answers; set eval.answers.every"
-            )
-        if self.rollout.dynamic_sampling_rounds and self.rollout.n == 1:
-            raise ConfigError(
-                f"rollout.dynamic_sampling_rounds={self.rollout.dynamic_sampling_rounds} with rollout.n=1: a "
-                "single answer has none that its reward could differ from; expected rollout.n of 2 or more; raise it, "
-                "or take rollout.dynamic_sampling_rounds out"
-            )
-        if self.rollout.difficulty_filter and not self.is_judged:
-            raise ConfigError(
-                f"rollout.difficulty_filter={self.rollout.difficulty_filter:g}: {self.command()} has no rewards that "
-                "could say which prompts teach nothing; expected a method with rewards; take it out"
-            )
-        for name in changed(self.rollout_monitor, self.unread_monitor_keys):
-            raise ConfigError(
-                f"rollout_monitor.{name}={getattr(self.rollout_monitor, name):g} watches policy gradients, and "
-                f"{self.command()} reads neither advantages nor the engine's logprobs; taut grpo and ppo "
-                "do; take it out"
-            )
-        if self.rollout.dtype is not None and not self.corrects_rollouts:
-            raise ConfigError(
-                f"rollout.dtype={self.rollout.dtype}: {self.command()} cannot correct for rollouts of another "
-                "precision than the trainer's; taut grpo and ppo can; take it out"
-            )
-        if self.rollout.dtype is not None and self.dtype != "float32":
-            raise ConfigError(
-                f"rollout.dtype={self.rollout.dtype} with dtype={self.dtype or 'chosen by the hardware'}; expected "
-                "dtype=float32, whose rollouts it makes faster; set that, or take rollout.dtype out"
-            )
         replayed = self.rollout.replay_from
-        is_own = (
+        if (
             replayed is not None
             and self.out is not None
             and home_path(replayed).resolve() == home_path(self.out).resolve()
-        )
-        if is_own:
-            raise ConfigError(
-                f"rollout.replay_from={replayed} is the out of this run, which has yet to record what it trains "
-                "on; expected another run; name it, or another out"
-            )
-        rewarding = [name for name in self.rollout.environment.names if name != "tools"]
-        has_own = bool(rewarding) or replayed is not None
-        if not self.rewards and self.is_judged and not has_own:
-            raise ConfigError(
-                f"rewards is not set, and {self.command()} learns from what completions are worth; expected a "
-                "reward, or an environment that gives one; set rewards=exact_match"
-            )
-        if self.rollout.fork.is_on and not self.compares_trees:
-            raise ConfigError(
-                f"rollout.fork.turns={self.rollout.fork.turns}, and this {self.command()} compares answers as if each "
-                "had been sampled by itself; expected taut grpo with grpo.advantage=tree, which compares what paths "
-                "have after their fork; set that, or take rollout.fork out"
-            )
-        if charges_steps(self.rewards) and not (self.reads_turn_rewards or self.is_replayed):
-            raise ConfigError(
-                f"a reward has steps.charge=true, and {self.command()} charges whole answers; expected a method that "
-                "charges turns; use taut ppo, or taut grpo with grpo.advantage_level=turn, or take steps.charge out"
+        ):
+            why = "this run has yet to record what it trains on"
+            raise conflict(
+                self,
+                "rollout.replay_from out",
+                why,
+                "expected another run; name it, or another `out`",
             )
 
-    # -- members of such a method
+    @property
+    def charges_steps(self) -> bool:
+        """Whether a reward is charged to the steps of an answer."""
+        from taut.rewards.registry import charges_steps
+
+        return charges_steps(self.rewards)
 
     @property
     def compares_trees(self) -> bool:
@@ -182,34 +136,30 @@ class OnlineMethod(RunConfig):
         return True
 
     def make_credit(self) -> Credit:
-        """The Credit, which makes trees to train on of judged completions. It has state: one for each run."""
+        """Make the Credit, which turns judged completions into trees to train on. It has state, so each run has its
+        own.
+        """
         raise NotImplementedError
 
-    def require_rollouts_for(self, teachers: RolloutTeachersConfig) -> None:
-        """Raise ConfigError where teachers cannot judge what is generated."""
-        if teachers.privileged is not None and self.rollout.environment.is_on:
-            raise ConfigError(
-                "distill.privileged with rollout.environment: an environment may begin a conversation by itself, and "
-                "the prompt is what the teacher sees otherwise; expected one of the two; take one out"
-            )
-
     def teachers_opener(self, inputs: Inputs, models: Models) -> Callable[[], Teachers] | None:
-        """What opens the teachers that score rollouts before they are trained on; None: there are none."""
+        """The function that opens the teachers that score rollouts before training on them; None if there are no
+        teachers.
+        """
         return None
 
     @property
     def reads_turn_rewards(self) -> bool:
-        """Whether turns, and steps of an answer, are charged with their own rewards."""
+        """Whether turns, and steps of an answer, are assigned their own rewards."""
         return False
 
     def loss_decisions(self) -> list[Decision]:
-        """The settings of the loss that were chosen automatically, with reasons."""
+        """Return the settings of the loss that were chosen, with reasons."""
         return []
 
     @property
     def scores_reference_first(self) -> bool:
         """Whether the reference scores a whole rollout once, before training on it, instead of each micro-batch of each
-        step. True where its logprobs are part of the reward or more than one step uses them.
+        step. True if its logprobs are part of the reward or several steps use them.
         """
         return False
 
@@ -246,17 +196,52 @@ class OnlineMethod(RunConfig):
         looks_again: bool = True,
         ranks: Ranks | None = None,
     ) -> Dataset:
+        from taut.data.render.tokens import token_bytes
+        from taut.data.rows.prompts import load_prompt_set
+
         longest, recording = self.longest_sample(language.config), self.recording
         if split == "train" and recording is not None:
             recording.require_vocabulary(token_bytes(language.tokenizer))
-        return load_prompt_set(self.data, split, renderer, longest, self.rollout.reference)
+        reference = self.rollout.reference
+        tools_of = self.tools_of if split == "train" else None  # held-out prompts have none
+        return load_prompt_set(self.data, split, renderer, longest, reference, tools_of)
+
+    @cached_property
+    def tools_of(self) -> Callable[[Mapping[str, Any]], tuple[Tool, ...]]:
+        """Columns of a row -> the tools of its environment, which every command puts into prompts as the run does."""
+        from taut.rl.environment import offered_tools
+
+        return offered_tools(self.rollout.environment)
+
+    def first_prompts(self, inputs: Inputs, rows: Sequence[PromptRow]) -> list[Prompt | str]:
+        """The first prompt of the policy for each of these rows, as in training; if an environment or agent fails to
+        give one, the reason.
+        """
+        from taut.rl.environment import open_environments
+        from taut.rl.sampler import first_prompts
+
+        environment, stop_ids = self.rollout.environment, inputs.stops.ids
+        if not environment.asks or self.is_replayed:
+            return [row.as_prompt() for row in rows]
+        pool = open_environments(environment, inputs.renderer, stop_ids, rows=rows)
+        assert pool is not None
+        with closing(pool):
+            return first_prompts(rows, pool)
 
     def questions(self, data: Dataset) -> Sequence[Prompt]:
+        from taut.data.rows.prompts import PromptSet
+
         assert isinstance(data, PromptSet)
         return data.prompts()
 
-    def plan(self, train: Dataset, cursor: Cursor = START) -> Plan:
-        """A step of the order is a rollout, and the prompts are repeated."""
+    def plan(self, train: Dataset, cursor: Cursor | None = None) -> Plan:
+        """Plan steps of which each is a rollout; the prompts are repeated."""
+        from taut.data.order import START
+        from taut.data.rows.prompts import PromptSet
+        from taut.methods.inputs import Plan
+        from taut.rl.monitors import RolloutMonitor
+        from taut.rl.online import Online
+
         assert isinstance(train, PromptSet)
         rollout, batch, rows = self.rollout, self.batch, self.rows_of(train)
         order = rows.order(batch, self.seed, batch.samples_per_step * rollout.minibatches)
@@ -267,13 +252,15 @@ class OnlineMethod(RunConfig):
             )
         monitor = RolloutMonitor(self.rollout_monitor, self.method, self.ends_remedy)
         online = Online(rollout, train, order, self.make_credit(), monitor, self.seed)
-        return Plan(online, num_steps, cursor)
+        return Plan(online, num_steps, cursor or START)
 
     def sampling(self, seed: int) -> Sampling:
         return self.rollout.sampling(seed)
 
     def monitors(self, source: StepSource) -> Sequence[Monitor]:
-        """The monitor, which also examines each rollout."""
+        """The monitors of a step; one of them also examines each rollout."""
+        from taut.rl.online import Online
+
         assert isinstance(source, Online)
         return [source.monitor]
 
@@ -286,9 +273,11 @@ class OnlineMethod(RunConfig):
         ranks: Ranks,
         get_trainer: Callable[[], Trainer],
     ) -> Online:
-        """With engine, rewards and environment, or recorded rollouts, which are opened when they are first needed."""
+        """Connect engine, rewards and environment, or recorded rollouts, which are opened when first needed."""
+        from taut.rl.online import Online
+
         assert isinstance(source, Online)
-        worker: Callable[[], RolloutSource]
+        worker: Callable[[], RolloutWorker | RecordedRollouts]
         worker = partial(self.open_worker, source, inputs, models, make_engine, ranks)
         if (recording := self.recording) is not None:
             worker = partial(self._open_replay, recording, inputs)
@@ -302,29 +291,29 @@ class OnlineMethod(RunConfig):
 
     @cached_property
     def recording(self) -> Recording | None:
-        """The rollouts that are trained on instead of new ones. Raises ConfigError where they cannot be."""
+        """Recorded rollouts to train on instead of new ones. Raises ConfigError if they cannot be trained on."""
         if self.rollout.replay_from is None:
             return None
-        from taut.rl.replay import Recording
+        from taut.rl.recorded import Recording
 
         return Recording.open(self.rollout.replay_from)
 
-    def _open_replay(self, recording: Recording, inputs: Inputs) -> Replay:
-        from taut.rl.replay import Replay
+    def _open_replay(self, recording: Recording, inputs: Inputs) -> RecordedRollouts:
+        from taut.rl.recorded import RecordedRollouts
 
         reason = (
             "rollout.replay_from: no engine is opened and nothing judged; under other settings than those of that run "
             "the policy that trains is not the one that was sampled from"
         )
         value = f"those that {recording.out} recorded"
-        return Replay(
+        return RecordedRollouts(
             recording=recording,
             config=self.rollout,
             is_judged=self.is_judged,
             num_rows=inputs.num_rows,
             longest=inputs.longest,
             image_store=inputs.renderer.image_store,
-            settled=[Decision("rollouts", value, reason), *self.loss_decisions()],
+            decisions=[Decision("rollouts", value, reason), *self.loss_decisions()],
         )
 
     def open_worker(
@@ -335,28 +324,46 @@ class OnlineMethod(RunConfig):
         make_engine: Callable[..., LocalEngine],
         ranks: Ranks,
     ) -> RolloutWorker:
-        """Open engine, rewards and environment. Raises TautError if one of them cannot be used; every rank calls it."""
+        """Open engine, rewards and environment; every rank calls it. Raises TautError if one of them cannot be used."""
+        from taut.data.render.tokens import pieces_of
+        from taut.inference.engine import require_text, require_usable
+        from taut.inference.reward_model import open_rater
+        from taut.inference.vllm import ServerEngine
+        from taut.rewards.registry import charges_steps, models_of, read_parts
+        from taut.rewards.reward_set import open_rewards
+        from taut.rl.environment import open_environments
+        from taut.rl.rating import SharedRating
+        from taut.rl.rollout import RESERVED
+        from taut.rl.worker import RolloutWorker
+
         config, credit, rows = self.rollout, source.credit, source.prompts.prompt_rows
         prompts = [row.as_prompt() for row in rows]
         if config.engine == "server":
             require_text(prompts)
-        panel: Panel | None = None
+
+        # Rewards: on the writer; reward models in this process on every rank.
+        reward_set: RewardSet | None = None
         rating: SharedRating | None = None
         own = open_rater if ranks.size == 1 else partial(open_rater, device=ranks.device)
         if ranks.size > 1 and models_of(self.rewards) and not config.lag:
             rating = SharedRating(read_parts(self.rewards, RESERVED), own, ranks)
         if ranks.is_writer and self.rewards:
             opener = own if rating is None else rating.given
-            panel = open_panel(self.rewards, self.grading, reserved=RESERVED, open_rater=opener)
+            reward_set = open_rewards(
+                self.rewards, self.grading, reserved=RESERVED, open_rater=opener
+            )
         engine: LocalEngine | ServerEngine | None = None
         environments: EnvironmentPool | None = None
         try:
-            without = [] if panel is None else self._rows_without_answer(panel, rows)
+            without = [] if reward_set is None else self._rows_without_answer(reward_set, rows)
+            # Engine.
             if config.engine == "local":
                 engine = make_engine(config=config.local, **self._precision(models))
             else:
                 engine = self._open_server(inputs, models, ranks)
             require_usable(prompts, engine.context)
+
+            # Environments.
             environments = open_environments(
                 config.environment,
                 inputs.renderer,
@@ -373,7 +380,7 @@ class OnlineMethod(RunConfig):
                     "turns and penalties of tokens do not; expected taut grpo with advantage_level=trajectory and no "
                     "KL penalty in the reward; set those, or take an environment"
                 )
-            # An environment that rewards a cut path itself: that reward would be replaced.
+            # The reward of an environment that judges cut paths would be replaced.
             if (
                 credit.bootstraps_cut
                 and environments is not None
@@ -385,8 +392,8 @@ class OnlineMethod(RunConfig):
                     "expected one of the two; take one out"
                 )
         except BaseException:
-            if panel is not None:
-                panel.close()
+            if reward_set is not None:
+                reward_set.close()
             if environments is not None:
                 environments.close()
             if isinstance(engine, ServerEngine):
@@ -396,36 +403,38 @@ class OnlineMethod(RunConfig):
             config=config,
             prompts=rows,
             engine=engine,
-            panel=panel,
+            reward_set=reward_set,
             environments=environments,
             seed=self.seed,
             ranks=ranks,
             is_judged=self.is_judged,
             judges_together=bool(models_of(self.rewards)),
             rating=rating,
-            is_useful=credit.is_useful,
-            needs_one=credit.needs_one,
             pieces=pieces_of(inputs.renderer.tokenizer) if charges_steps(self.rewards) else None,
-            settled=[*without, *self.rollout_decisions(panel, engine, environments)],
+            decisions=[*without, *self.rollout_decisions(reward_set, engine, environments)],
         )
 
     def _precision(self, models: Models) -> dict[str, Any]:
-        """The engine's precision where it is not the trainer's. Raises ModelError for a GPU that has no such
+        """Return the engine's precision if it differs from the trainer's. Raises ModelError for a GPU without such
         arithmetic.
         """
+        from taut.models.precision import compute_context, resolve_dtype
+
         if self.rollout.dtype is None:
             return {}
         device = models.scorer.device
         dtype = resolve_dtype(self.rollout.dtype, device).dtype
         return {"compute": partial(compute_context, dtype, device)}
 
-    def _rows_without_answer(self, panel: Panel, asked: Sequence[PromptRow]) -> list[Decision]:
-        """A decision about rows without a right answer. Raises DataError if all rewards need one and no row has it."""
-        needing = [part.label for part in panel.parts if part.verifier.needs_reference]
+    def _rows_without_answer(
+        self, reward_set: RewardSet, asked: Sequence[PromptRow]
+    ) -> list[Decision]:
+        """Decide on rows without a right answer. Raises DataError if no row has one and all rewards need it."""
+        needing = [part.label for part in reward_set.parts if part.verifier.needs_reference]
         without = [row for row in asked if not row.references]
         if not needing or not without:
             return []
-        is_all = len(without) == len(asked) and len(needing) == len(panel.parts)
+        is_all = len(without) == len(asked) and len(needing) == len(reward_set.parts)
         if is_all and not self.rollout.environment.is_on:
             raise DataError(
                 f"{without[0].place}: the row has no right answer, nor has any other, and {needing[0]} holds answers "
@@ -437,9 +446,13 @@ class OnlineMethod(RunConfig):
         ]
 
     def _open_server(self, inputs: Inputs, models: Models, ranks: Ranks) -> ServerEngine:
-        """The server, which gets the weights that train. Raises EngineError if its logprobs are not those of what it
-        samples from.
+        """Open the server and send it the weights that train. Raises EngineError if it reports logprobs of another
+        distribution than it samples from.
         """
+        from taut.inference.vllm import ServerEngine
+        from taut.inference.weight_sync import TrainingModel
+        from taut.models.load import context_length
+
         config, context = self.rollout, context_length(inputs.config)
         assert config.urls is not None
         tokenizer, stop_ids = inputs.renderer.tokenizer, inputs.stops.ids
@@ -451,46 +464,35 @@ class OnlineMethod(RunConfig):
                     f"temperature {config.temperature:g}; start it with --logprobs-mode processed_logprobs"
                 )
             dtype = models.loaded.dtype.dtype
-            return server.follow(Trained(models.scorer, ranks, dtype, models.compute))
+            return server.follow(TrainingModel(models.scorer, ranks, dtype, models.compute))
         except BaseException:
             server.close()
             raise
 
     def rollout_decisions(
         self,
-        panel: Panel | None,
+        reward_set: RewardSet | None,
         engine: LocalEngine | ServerEngine,
         environments: EnvironmentPool | None,
     ) -> list[Decision]:
-        """What was decided for the user about the loss, the environment, the engine and the rewards."""
+        """Decisions made for the user about the loss, the environment, the engine and the rewards."""
+        from taut.inference.vllm import ServerEngine
+
         decisions = [
             *self.loss_decisions(),
             *(environments.decisions if environments is not None else []),
         ]
         if isinstance(engine, ServerEngine):
             decisions += engine.decisions
-        if panel is not None:
-            decisions += panel.decisions
-        if self.rollout.lag and models_of(self.rewards):
-            value = "judge between updates, on the first rank"
-            reason = "rollout.lag: groups are judged as they are taken, while nothing trains"
-            decisions.append(Decision("reward models", value, reason))
-        if self.rollout.oversample:
-            value = f"{self.rollout.oversample} more prompts asked than taken"
-            reason = (
-                "rollout.oversample; it favours short answers: compare oversample_tokens_mean, of those dropped, with "
-                "tokens_mean in the event rollout"
-            )
-            decisions.append(Decision("oversampling", value, reason))
-        environment = self.rollout.environment
-        if "python" in environment.tools:
-            chosen = shared(remote=environment.remote).mechanism
-            decisions.append(Decision("sandbox", chosen.name, chosen.reason))
+        if reward_set is not None:
+            decisions += reward_set.decisions
         return list(dict.fromkeys(decisions))
 
     # -- files
 
     def input_files(self) -> list[str]:
+        from taut.rewards.registry import files_read
+
         replayed = self.rollout.replay_from
         return [
             *super().input_files(),
@@ -504,9 +506,9 @@ class OnlineMethod(RunConfig):
 
     def _code(self) -> list[Path]:
         """Files of the user's code that are named."""
-        named = self.rollout.environment.code
-        files = [home_path(name.rpartition(":")[0]) for name in named]
-        return [*files_of(self.rewards), *files]
+        from taut.rewards.registry import files_of
+
+        return [*files_of(self.rewards), *self.rollout.environment.code]
 
     @property
     def training_rewards(self) -> str | Sequence[str | RewardSpec]:
@@ -516,7 +518,7 @@ class OnlineMethod(RunConfig):
 
     @property
     def held_out_answers(self) -> AnswersConfig:
-        """By default as in training."""
+        """The settings of held-out answers; by default as in training."""
         answers, rollout = self.eval.answers, self.rollout
         is_asked = bool(self.data.eval) or answers.is_asked_for
         if answers.rewards or not self.has_rewards or not is_asked:
@@ -544,25 +546,11 @@ class OnlineMethod(RunConfig):
         return [*super().decisions, decision]
 
     def engine_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        from taut.models.precision import DTYPES
+
         if self.rollout.engine == "server" or self.is_replayed:
             return None
         return dtype if self.rollout.dtype is None else DTYPES[self.rollout.dtype]
 
     def describe_rollouts(self, num_steps: int) -> str:
         return self.rollout.describe(num_steps, self.batch.samples_per_step)
-
-
-def require_live_reference(reference: ReferenceConfig, without: str, *, is_read: bool) -> None:
-    """Raise ConfigError for a reference without an effect, or one that is impossible. ``without``: the setting that
-    disables it.
-    """
-    if reference.file is not None:
-        raise ConfigError(
-            f"reference.file={reference.file} cannot hold logprobs of completions that are yet to be generated; "
-            "expected a live reference; take reference.file out"
-        )
-    if not is_read and reference != ReferenceConfig():
-        raise ConfigError(
-            f"settings of reference with {without}, where nothing is compared with it; expected none; take them "
-            "out, or correct the other"
-        )

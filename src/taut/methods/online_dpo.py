@@ -1,63 +1,35 @@
 """Online DPO (arXiv 2402.04792): the best and the worst of several answers to a prompt are a preference pair.
 
-The section ``[dpo]`` is shared with ``taut dpo`` (methods/preference.py).
+The section ``[dpo]`` is shared with ``taut dpo`` (losses/settings.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from operator import attrgetter
-from typing import Annotated, ClassVar
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
 from taut.config import configclass
-from taut.errors import CheckFailed
-from taut.losses.loss import Loss
-from taut.methods.aux_models import AuxModels
+from taut.losses.settings import DpoConfig
 from taut.methods.method import MethodName
-from taut.methods.online import OnlineMethod, require_live_reference
-from taut.methods.preference import DpoConfig
-from taut.methods.reference import STREAM, ReferenceConfig
-from taut.rl.advantages import Credit, TrainSample
-from taut.rl.rollout import Group, ModelScores, RolloutConfig, sample_of
-from taut.train.optim import DefaultRates
+from taut.methods.online import OnlineMethod
+from taut.methods.settings import STREAM, ReferenceConfig
+from taut.rl.settings import RolloutConfig
+from taut.train.settings import DefaultRates
+
+if TYPE_CHECKING:
+    from taut.losses.loss import Loss
+    from taut.methods.aux_models import AuxModels
+    from taut.rl.credits import PairCredit
 
 
 @configclass
 class PairsRollout(RolloutConfig):
-    """How completions are sampled, and for how many steps a rollout is trained on."""
+    """Sampling of completions, and the number of steps that train on a rollout."""
 
     n: Annotated[int, Field(ge=2)] = 2
-    """Completions per prompt; the best and the worst of them are a pair."""
-
-
-class Pairs(Credit):
-    """Preference pairs of the best and the worst answer of each group."""
-
-    needs_one = True
-
-    def assign(
-        self, groups: Sequence[Group], scores: ModelScores
-    ) -> tuple[list[TrainSample], dict[str, float]]:
-        reward_of = attrgetter("reward")
-        pairs = []
-        for group in groups:
-            best = max(group.trajectories, key=reward_of)
-            worst = min(group.trajectories, key=reward_of)
-            if best.reward > worst.reward:
-                made = [
-                    (t, replace(sample_of(t), values={"preference": t.reward, "margin": t.reward}))
-                    for t in (best, worst)
-                ]
-                pairs.append(TrainSample.of(made, is_atom=True))
-        if not pairs:
-            raise CheckFailed(
-                "in no group of a rollout is one answer better than another, so there is no pair to learn from; "
-                "expected rewards that differ; set rollout.dynamic_sampling_rounds, or take easier or harder prompts"
-            )
-        return pairs, {"pairs": float(len(pairs))}
+    """Completions per prompt; the best and the worst form a pair."""
 
 
 @configclass
@@ -67,20 +39,26 @@ class OnlineDpo(OnlineMethod):
     learning_rates: ClassVar[DefaultRates] = DefaultRates(5e-7, 5e-6, "TRL; open-instruct: 8e-7")
 
     method: MethodName = "online_dpo"
-    rollout: PairsRollout = PairsRollout()
-    dpo: DpoConfig = DpoConfig()
-    reference: ReferenceConfig = ReferenceConfig()
+    rollout: PairsRollout = field(default_factory=PairsRollout)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_read = STREAM in self.loss().needs
-        require_live_reference(self.reference, "dpo.reference_free=true", is_read=is_read)
+    rules: ClassVar[str] = """
+        reference.file unread: a file has no logprobs of completions that are yet to be generated
+        reference excludes dpo.reference_free=true: nothing is compared with it
+    """
 
     def loss(self) -> Loss:
-        return self.dpo.make_loss()
+        from taut.losses.preference import DpoLoss
+
+        return DpoLoss.of(self.dpo)
 
     def models(self) -> AuxModels:
+        from taut.methods.aux_models import AuxModels
+
         return AuxModels(self.reference if STREAM in self.loss().needs else None)
 
-    def make_credit(self) -> Pairs:
-        return Pairs(self.loss())
+    def make_credit(self) -> PairCredit:
+        from taut.rl.credits import PairCredit
+
+        return PairCredit(self.loss())

@@ -1,31 +1,20 @@
-"""Odds ratio preference optimisation (ORPO, arXiv 2403.07691): fine-tuning on preferred answers with an odds ratio
+"""Odds ratio preference optimization (ORPO, arXiv 2403.07691): fine-tuning on preferred answers with an odds ratio
 against the others, on pairs, without a reference. The formula is in losses/preference.py.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import field
+from typing import TYPE_CHECKING, ClassVar
 
-from taut.config import Positive, configclass
-from taut.losses.loss import Loss
-from taut.losses.preference import Orpo as OrpoLoss
+from taut.config import configclass
+from taut.losses.settings import OrpoConfig
 from taut.methods.method import MethodName
 from taut.methods.preference import PairMethod
-from taut.train.optim import DefaultRates
+from taut.train.settings import DefaultRates
 
-
-@configclass
-class OrpoConfig:
-    """ORPO: fine-tuning on preferred answers with an odds ratio against the others, on pairs, without a reference."""
-
-    beta: Positive = 0.1
-    """Weight of the odds-ratio term relative to the fine-tuning term: the paper's lambda."""
-    log_entropy: bool = False
-    """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
-
-    def make_loss(self) -> Loss:
-        """The loss."""
-        return OrpoLoss(beta=self.beta, entropy=self.log_entropy)
+if TYPE_CHECKING:
+    from taut.losses.loss import Loss
 
 
 @configclass
@@ -37,7 +26,9 @@ class Orpo(PairMethod):
     )
 
     method: MethodName = "orpo"
-    orpo: OrpoConfig = OrpoConfig()
+    orpo: OrpoConfig = field(default_factory=OrpoConfig)
 
     def loss(self) -> Loss:
-        return self.orpo.make_loss()
+        from taut.losses.preference import OrpoLoss
+
+        return OrpoLoss.of(self.orpo)

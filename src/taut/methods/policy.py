@@ -6,42 +6,37 @@ The formulas and their papers are in losses/{policy,advantages}.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from taut.config import Decision, NotNegative, Positive, Share, changed, configclass, home_path
-from taut.errors import ConfigError
-from taut.losses import Loss
-from taut.losses.advantages import Estimator
-from taut.losses.policy import (
-    SURROGATES,
+from taut.config import Decision, NotNegative, Positive, Share, configclass, home_path
+from taut.conflicts import conflict
+from taut.losses.settings import (
     Average,
-    Bounds,
-    Correction,
     CorrectionKind,
     CorrectionLevel,
-    Critic,
-    Kl,
     KlGradient,
     KlValue,
-    PolicyGradient,
 )
-from taut.methods.aux_models import AuxModels
-from taut.methods.online import OnlineMethod, require_live_reference
-from taut.methods.preference import require_valid_loss
-from taut.methods.reference import ReferenceConfig
-from taut.rewards.registry import listed
-from taut.rl.advantages import EntropyTarget, Gae, KlPenalty, PolicyCredit, ShapingConfig
-from taut.rl.own_code import OwnCode, is_own, load_loss, read_own, reports_engine
+from taut.methods.online import OnlineMethod
+from taut.methods.settings import ReferenceConfig
+from taut.rl.settings import OwnCode, ShapingConfig, is_own
+
+if TYPE_CHECKING:
+    from taut.losses.advantages import Estimator
+    from taut.losses.loss import Loss
+    from taut.losses.policy import Correction, Critic, PolicyGradient
+    from taut.methods.aux_models import AuxModels
+    from taut.rl.advantages import Gae, PolicyCredit
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.policy.SURROGATES; a test holds them to it."""
-
-
+HELD = ("clip", "gspo", "gspo_token", "cispo", "gmpo")
+DUAL = ("clip", "gspo", "gspo_token")
+"""The losses that keep a ratio within bounds, and those with a bound for negative advantages."""
 CORRECTING = (
     "rollout_correction_level",
     "rollout_correction_cap",
@@ -54,9 +49,9 @@ OF_SURROGATES = (
     *("entropy_coef", "entropy_target", "entropy_step", "log_entropy"),
     *("rollout_correction", *CORRECTING, "old_logprobs"),
 )
-"""Keys that a loss of the user's own has no part in."""
+"""Keys that a custom loss does not use."""
 GUARD = 0.1
-"""Nats: the largest rollout_monitor.max_logprob_difference that guards old_logprobs=engine."""
+"""Largest rollout_monitor.max_logprob_difference, in nats, that guards old_logprobs=engine."""
 
 
 class _Defaults(NamedTuple):
@@ -78,15 +73,6 @@ _DEFAULTS: dict[str, _Defaults] = {
 }
 
 
-class Key(NamedTuple):
-    """A key that has an effect only together with others."""
-
-    name: str
-    is_read: bool
-    wanted: str
-    """The setting with which it has an effect."""
-
-
 @configclass
 class PolicyConfig:
     """The keys that GRPO and PPO share."""
@@ -94,89 +80,108 @@ class PolicyConfig:
     section: ClassVar[str]
 
     loss: PolicyLoss | OwnCode = "clip"
-    """clip (PPO, GRPO, DAPO), gspo or gspo_token (one ratio per sample), cispo, sapo, gmpo, or reinforce (no ratio).
-    They differ only if a rollout is trained on more than once, or is stale. With taut grpo also FILE.py:Class, a loss
-    of your own."""
+    """Policy loss: clip (PPO, GRPO, DAPO), gspo or gspo_token (one ratio per sample), cispo, sapo, gmpo, or reinforce
+    (no ratio). They differ only if a rollout is trained on more than once, or is stale. taut grpo also takes
+    FILE.py:Class, a loss of your own."""
     loss_aggregation: Average | None = None
-    """How the loss is averaged: token (DAPO: over tokens), sequence (GRPO: over answers), constant (Dr. GRPO: sums
-    divided by a constant length). None: as in the loss's paper, token for clip, cispo and reinforce, else sequence."""
+    """Averaging of the loss: token (DAPO: over tokens), sequence (GRPO: over answers), constant (Dr. GRPO: sums divided
+    by a constant length). Defaults to the choice of the loss's paper: token for clip, cispo and reinforce, else
+    sequence."""
     constant_length: Annotated[int, Field(gt=0)] | None = None
-    """For loss_aggregation=constant: the length. None: the limit of an answer, rollout.max_new_tokens, or with an
-    environment
-    rollout.environment.max_tokens."""
+    """For loss_aggregation=constant: the length. Defaults to the limit of an answer: rollout.max_new_tokens, or with an
+    environment rollout.environment.max_tokens."""
     clip_low: Positive | None = None
-    """Lower clip range: ratios below 1 - clip_low are clipped. None: 0.2, gspo 0.0003, cispo 1 (no bound), gmpo 0.4 (of
-    log-ratios)."""
+    """Lower clip range: ratios below 1 - clip_low are clipped. Defaults to 0.2; gspo 0.0003, cispo 1 (no bound), gmpo
+    0.4 (of log-ratios)."""
     clip_high: Positive | None = None
-    """Upper clip range: ratios above 1 + clip_high are clipped. None: 0.28 (DAPO), gspo 0.0004, cispo 4 (ScaleRL), gmpo
-    0.4. TRL's epsilon_high; for cispo its epsilon_high - 1."""
+    """Upper clip range: ratios above 1 + clip_high are clipped. Defaults to 0.28 (DAPO); gspo 0.0004, cispo 4
+    (ScaleRL), gmpo 0.4. Equals TRL's epsilon_high; for cispo its epsilon_high - 1."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: upper bound of the ratio where the advantage is negative, above 1 + clip_high; 3 is common. None: no
-    bound."""
+    """Dual clip: upper bound of the ratio if the advantage is negative, above 1 + clip_high; 3 is common. No bound if
+    not set."""
     sapo_tau_positive: Positive | None = None
-    """For loss=sapo: temperature of the gate on ratios where the advantage is positive; 1 if not set."""
+    """For loss=sapo: temperature of the gate on ratios if the advantage is positive; 1 if not set."""
     sapo_tau_negative: Positive | None = None
-    """The same for the other advantages; 1.05 if not set."""
+    """For loss=sapo: temperature of the gate on ratios if the advantage is not positive; 1.05 if not set."""
     kl_coef: NotNegative = 0.0
     """KL coefficient. 0 disables the reference model. 0.001 to 0.05 are common."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL divergence enters. loss: as a separate loss term per token. reward: as a penalty in the reward. With
-    PPO and advantage=reinforce_pp the penalty of a token includes those of later tokens. With other advantages an
+    """Place of the KL divergence. loss: a separate loss term per token. reward: a penalty in the reward. With PPO and
+    advantage=reinforce_pp the penalty of a token includes the penalties of later tokens. With other advantages an
     answer gets the sum over its tokens, compared within the group; advantage=group does not divide it by the deviation
     of rewards."""
     kl_estimator: KlValue | None = None
     """For kl_in=loss: the KL estimator that is logged; k3 if not set. (With kl_in=reward k1 and k3 are logged.)"""
     kl_gradient: KlGradient | None = None
-    """For kl_in=loss: the KL estimator whose gradient is used. If not set k2, which has the gradient of the divergence;
-    k3 is GRPO's and TRL's, biased where policy and reference are far apart. (The gradient of k1 is 0 on average.)"""
+    """For kl_in=loss: the KL estimator whose gradient is used. Defaults to k2, which has the gradient of the
+    divergence; k3 is GRPO's and TRL's, biased where policy and reference are far apart. (The gradient of k1 is 0 on
+    average.)"""
     kl_target: Positive | None = None
     """For kl_in=reward: adapt kl_coef after each rollout to reach this KL per token, in nats (arXiv 1909.08593)."""
     entropy_coef: NotNegative = 0.0
-    """Entropy bonus coefficient; with entropy_target the one at first."""
+    """Entropy bonus coefficient; with entropy_target its initial value."""
     entropy_target: Positive | None = None
     """Adapt the entropy coefficient after each rollout so that the entropy does not fall below this, in nats per token
     (arXiv 2505.22312). The bonus is on in rollouts at or below the target."""
     entropy_step: Positive = 0.005
-    """For entropy_target: how much the coefficient rises after a rollout below the target, and falls after others."""
+    """For entropy_target: step by which the coefficient rises after a rollout below the target, and falls after
+    others."""
     log_entropy: bool = False
     """Log the entropy, which costs one more pass over the logits; entropy_estimate is always logged."""
     rollout_correction: Literal["auto"] | CorrectionKind = "auto"
     """Importance weights that correct for differences between the inference engine and the trainer: truncated (TIS),
     masked (MIS) or none. auto: truncated with a server, else none."""
     rollout_correction_level: CorrectionLevel | None = None
-    """The importance weight: a token's ratio of trainer to engine (token), the product of an answer's ratios
-    (sequence), or their geometric mean (geometric). The product vanishes with the answer's length; the geometric mean
-    does not. None: token with rollout_correction=truncated, geometric with rollout_correction=masked or loss=gmpo. With
-    rollout_correction=auto this key and the next two are read only with a server."""
+    """Level of the importance weight: a token's ratio of trainer to engine (token), the product of an answer's ratios
+    (sequence), or their geometric mean (geometric). The product vanishes as answers get longer; the geometric mean does
+    not. Defaults to token with rollout_correction=truncated, and to geometric with rollout_correction=masked or
+    loss=gmpo. With rollout_correction=auto this key and the next two are read only with a server."""
     rollout_correction_cap: Annotated[float, Field(ge=1)] | None = None
-    """Upper bound of the weight; with rollout_correction=masked larger weights become 0. None: 2, or 1.1 for geometric,
-    which
-    is 0.1 nats per token."""
+    """Upper bound of the weight; with rollout_correction=masked larger weights become 0. Defaults to 2, or 1.1 for
+    geometric, which is 0.1 nats per token."""
     rollout_correction_floor: Share | None = None
-    """Lower bound of the weight; with rollout_correction=masked smaller weights become 0. None: 0, or 0.9 for
+    """Lower bound of the weight; with rollout_correction=masked smaller weights become 0. Defaults to 0, or 0.9 for
     geometric."""
     rollout_correction_veto: Share = 0.0
-    """Answers with a token whose ratio of trainer to engine is below this get the weight 0; 1e-4 is common. 0: none."""
+    """Bound of a token's ratio of trainer to engine: an answer with a token below it gets the weight 0. 1e-4 is common;
+    0 turns it off."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """The denominator of the ratio. trainer: the policy's logprobs at the start of the rollout, by a separate forward
-    where a rollout is trained on more than once. engine: those that the engine sampled by, without that forward
-    (bypass); it takes for granted that the two agree, and needs rollout_monitor.max_logprob_difference of at most 0.1
-    nats, which stops the run before an update where they do not."""
+    """Denominator of the ratio. trainer: the policy's logprobs at the start of the rollout, from a separate forward if
+    a rollout is trained on more than once. engine: the logprobs with which the engine sampled, without that forward
+    (bypass); this assumes that engine and trainer agree, and needs rollout_monitor.max_logprob_difference of at most
+    0.1 nats, which stops the run before an update if they do not."""
+
+    rules: ClassVar[str] = f"""
+        {" ".join(OF_SURROGATES)} excludes loss=FILE.py:Class[has_own_loss]: a loss of your own has no part in it
+        kl_coef needs kl_in=reward where loss=FILE.py:Class[has_own_loss]: a loss of your own has no term for it
+        kl_in kl_target kl_estimator kl_gradient needs kl_coef>0
+        kl_estimator kl_gradient needs kl_in=loss
+        kl_target needs kl_in=reward
+        clip_low clip_high needs loss={"|".join(HELD)}
+        dual_clip needs loss={"|".join(DUAL)}
+        clip_low>1 needs loss=gmpo: a ratio is not below 0; expected at most 1; lower `clip_low`
+        sapo_tau_positive sapo_tau_negative needs loss=sapo
+        constant_length needs loss_aggregation=constant
+        entropy_step needs entropy_target
+        {" ".join(CORRECTING)} excludes rollout_correction=none: no weight corrects anything
+        old_logprobs=engine excludes rollout_correction=truncated|masked: its ratios are of policy to engine already;
+            expected one of the two; leave one of them out
+        rollout_correction_level=token excludes loss=gmpo: one token of weight 0 would make its product over an
+            answer 0; expected geometric or sequence; set one, or leave `rollout_correction_level` out
+    """
+
+    @property
+    def has_own_loss(self) -> bool:
+        return is_own(self.loss)
 
     def __post_init__(self) -> None:
-        for key in self._keys():
-            if not key.is_read and changed(self, [key.name]):
-                raise ConfigError(
-                    f"found {self.section}.{key.name}={_shown(getattr(self, key.name))}, which nothing reads; expected "
-                    f"{key.wanted}; set that, or leave {key.name} out"
-                )
-        if is_own(self.loss):
+        if self.has_own_loss:
             return
-        for is_fresh in (True, False):
-            make = partial(
-                self.make_loss, temperature=1.0, limit=1, is_fresh=is_fresh, is_apart=True
-            )
-            require_valid_loss(self.section, make)
+        highest = 1 + (self.clip_high or _DEFAULTS[self.loss].high)
+        if self.dual_clip is not None and self.dual_clip <= highest:
+            why = f"ratios are clipped at {highest:g} already"
+            remedy = "expected more, the largest ratio that counts against a bad answer; raise `dual_clip`"
+            raise conflict(self, "dual_clip clip_high", why, remedy)
 
     def make_loss(
         self,
@@ -185,14 +190,16 @@ class PolicyConfig:
         limit: int,
         is_fresh: bool,
         has_engine_logp: bool = True,
-        is_apart: bool = False,
+        engine_differs: bool = False,
     ) -> PolicyGradient:
-        """The loss. Raises ConfigError for settings without a meaning.
+        """The loss. Raises ConfigError for a correction by an engine without log-probabilities.
 
         ``temperature``: of sampling. ``limit``: tokens of the longest answer. ``is_fresh``: each rollout is sampled
-        from the current policy and trained on once; otherwise samples have ``old_logp_N``. ``is_apart``: the engine is
+        from the current policy and trained on once; otherwise samples have ``old_logp_N``. ``engine_differs``: it is
         another program or has another precision than the trainer.
         """
+        from taut.losses.policy import Bounds, Correction, Kl, PolicyGradient
+
         defaults = _DEFAULTS[self.loss]
         average = self.loss_aggregation or defaults.average
         kl = None
@@ -200,7 +207,7 @@ class PolicyConfig:
             kl = Kl(self.kl_coef, self.kl_gradient or "k2", self.kl_estimator or "k3")
         kind, correction = self.rollout_correction, Correction()
         if kind == "auto":
-            is_corrected = is_apart and has_engine_logp and self.old_logprobs == "trainer"
+            is_corrected = engine_differs and has_engine_logp and self.old_logprobs == "trainer"
             kind = "truncated" if is_corrected else "none"
         if kind != "none":
             is_geometric = kind == "masked" or self.loss == "gmpo"
@@ -237,7 +244,7 @@ class PolicyConfig:
 
     @property
     def penalty_coef(self) -> float:
-        """The initial KL coefficient of the reward; 0 where the KL divergence is not part of the reward."""
+        """Initial KL coefficient of the reward; 0 if the KL divergence is not part of the reward."""
         return self.kl_coef if self.kl_in == "reward" else 0.0
 
     @property
@@ -246,122 +253,58 @@ class PolicyConfig:
         return None
 
     def decisions(
-        self, how: Correction, why: str = "the engine is another program"
+        self, correction: Correction, why: str = "the engine is another program"
     ) -> list[Decision]:
-        """The settings of the correction that were chosen automatically, with reasons. ``why``: of a correction."""
+        """Settings of the correction that were chosen automatically, with reasons. ``why``: reason of a correction."""
         decisions: list[Decision] = []
-        if how.kind == "none":
+        if correction.kind == "none":
             return decisions
         if self.rollout_correction == "auto":
-            decisions.append(Decision(f"{self.section}.rollout_correction", how.kind, why))
+            decisions.append(Decision(f"{self.section}.rollout_correction", correction.kind, why))
         if self.rollout_correction_level is None:
             reason = "each token is weighted for itself"
-            if how.level == "geometric":
+            if correction.level == "geometric":
                 reason = (
                     "the product over an answer fades with its length, the geometric mean does not"
                 )
             decisions.append(
-                Decision(f"{self.section}.rollout_correction_level", how.level, reason)
+                Decision(f"{self.section}.rollout_correction_level", correction.level, reason)
             )
         return decisions
-
-    def require_no_auto(self) -> None:
-        """Raise ConfigError for settings of a correction that ``auto`` leaves out: the engine is in this process."""
-        for name in changed(self, CORRECTING) if self.rollout_correction == "auto" else ():
-            raise ConfigError(
-                f"found {self.section}.{name}={_shown(getattr(self, name))}, which nothing reads: with the engine "
-                f"in this process {self.section}.rollout_correction=auto is none; expected truncated or "
-                f"masked; set that, or leave {name} out"
-            )
-
-    def _keys(self) -> Iterator[Key]:
-        """Keys that only have an effect together with others."""
-        if is_own(self.loss):
-            for name in OF_SURROGATES:
-                yield Key(name, False, "a loss of taut's")
-            yield Key("kl_coef", self.kl_in == "reward", "kl_in=reward, or a loss of taut's")
-            yield Key("kl_in", self.kl_coef > 0, "kl_coef above 0")
-            yield Key("kl_target", self.kl_coef > 0, "kl_coef above 0")
-            return
-        surrogate, has_kl = SURROGATES[self.loss], self.kl_coef > 0
-        clipped = " or ".join(name for name in SURROGATES if SURROGATES[name].is_held)
-        dual = " or ".join(name for name in SURROGATES if SURROGATES[name].is_dual)
-        yield Key("clip_low", surrogate.is_held, f"loss={clipped}")
-        yield Key("clip_high", surrogate.is_held, f"loss={clipped}")
-        yield Key("dual_clip", surrogate.is_dual, f"loss={dual}")
-        yield Key("sapo_tau_positive", self.loss == "sapo", "loss=sapo")
-        yield Key("sapo_tau_negative", self.loss == "sapo", "loss=sapo")
-        is_constant = self.loss_aggregation == "constant"
-        yield Key("constant_length", is_constant, "loss_aggregation=constant")
-        yield Key("kl_in", has_kl, "kl_coef above 0")
-        in_loss = has_kl and self.kl_in == "loss"
-        yield Key("kl_estimator", in_loss, "kl_coef above 0 and kl_in=loss")
-        yield Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
-        yield Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
-        yield Key("entropy_step", self.entropy_target is not None, "entropy_target")
-        for name in CORRECTING:
-            yield Key(
-                name, self.rollout_correction != "none", "rollout_correction=truncated or masked"
-            )
 
 
 @configclass
 class PolicyMethod(OnlineMethod):
     """A method that learns by policy gradients."""
 
-    unread_monitor_keys: ClassVar[Sequence[str]] = ()
     corrects_rollouts: ClassVar[bool] = True
 
-    shaping: ShapingConfig = ShapingConfig()
-    reference: ReferenceConfig = ReferenceConfig()
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+
+    rules: ClassVar[str] = f"""
+        reference.file unread: a file has no logprobs of completions that are yet to be generated
+        reference needs <method>.kl_coef>0 <method>.loss=FILE.py:Class[has_own_loss]: nothing is compared with it
+        rollout.dtype excludes <method>.rollout_correction=none: the engine's policy would count as the trainer's
+        rollout.lag excludes <method>.rollout_correction=none: older weights would count as those that train
+        {" ".join(f"<method>.{key}" for key in CORRECTING)} needs <method>.rollout_correction=truncated|masked
+            where rollout.engine=local !rollout.dtype: auto is none with the engine in this process
+        <method>.old_logprobs=engine excludes rollout.lag rollout.replay_groups rollout.replay_from rollout.dtype:
+            the engine's logprobs are of another policy, and nothing can tell that from an engine that is wrong
+        <method>.old_logprobs=engine excludes rollout_monitor.max_logprob_difference>{GUARD}: the engine's logprobs are
+            taken for the trainer's; expected at most {GUARD}; set `rollout_monitor.max_logprob_difference`={GUARD}
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.shaping.require_room(self.rollout.grows)
-        policy = self.policy
-        without = f"{policy.section}.kl_coef=0"
-        may_read = policy.kl_coef > 0 or is_own(policy.loss)
-        require_live_reference(self.reference, without, is_read=may_read)
-        if self.rollout.dtype is not None and policy.rollout_correction == "none":
-            raise ConfigError(
-                f"rollout.dtype={self.rollout.dtype} with {policy.section}.rollout_correction=none: rollouts would be "
-                "trained on as if the policy had sampled them; expected a correction; take "
-                f"{policy.section}.rollout_correction out, or rollout.dtype"
+        limit = self.rollout.grows
+        if self.shaping.soft_overlong is not None and self.shaping.soft_overlong > limit:
+            longest = (
+                "environment.max_tokens" if self.rollout.environment.is_on else "max_new_tokens"
             )
-        if self.rollout.lag and policy.rollout_correction == "none":
-            raise ConfigError(
-                f"rollout.lag={self.rollout.lag} with {policy.section}.rollout_correction=none: answers of older "
-                "weights would be trained on as if those that train had sampled them; expected a correction by the "
-                f"engine's logprobs; take {policy.section}.rollout_correction out, or rollout.lag"
-            )
-        if not self._is_apart:
-            policy.require_no_auto()
-        if policy.old_logprobs == "engine":
-            self._require_guard()
-
-    def _require_guard(self) -> None:
-        """Raise ConfigError where nothing holds the engine's logprobs, as the old policy's, to the trainer's."""
-        key, rollout = f"{self.policy.section}.old_logprobs=engine", self.rollout
-        limit = self.rollout_monitor.max_logprob_difference
-        older = {
-            f"rollout.lag={rollout.lag}": bool(rollout.lag),
-            f"rollout.replay_groups={rollout.replay_groups}": bool(rollout.replay_groups),
-            f"rollout.replay_from={rollout.replay_from}": self.is_replayed,
-            f"rollout.dtype={rollout.dtype}": rollout.dtype is not None,
-        }
-        for other, is_set in older.items():
-            if is_set:
-                raise ConfigError(
-                    f"{key} with {other}: the engine's logprobs are of other weights or another precision than the "
-                    "trainer's, and nothing can tell that from an engine that is wrong; expected one of the two; take "
-                    "one out"
-                )
-        if limit > GUARD:
-            raise ConfigError(
-                f"{key} takes the engine's logprobs for the trainer's, and rollout_monitor.max_logprob_difference="
-                f"{limit:g} lets them differ by more than {GUARD:g} nats a token; expected at most {GUARD:g}; set "
-                f"rollout_monitor.max_logprob_difference={GUARD:g}"
-            )
+            why = "the penalty grows in the last part of a completion, which is shorter"
+            remedy = f"expected at most {limit}; lower `shaping.soft_overlong`"
+            raise conflict(self, f"shaping.soft_overlong rollout.{longest}", why, remedy)
 
     @property
     def policy(self) -> PolicyConfig:
@@ -375,11 +318,11 @@ class PolicyMethod(OnlineMethod):
 
     @property
     def charges_turns(self) -> bool:
-        """Whether turns are charged with the rewards of an environment's steps, which then have to be there."""
+        """Whether turns are assigned the rewards of an environment's steps, which then have to exist."""
         return False
 
     @property
-    def _is_apart(self) -> bool:
+    def _engine_differs(self) -> bool:
         """Whether the engine computes otherwise than the trainer."""
         return self.rollout.engine == "server" or self.rollout.dtype is not None
 
@@ -395,31 +338,33 @@ class PolicyMethod(OnlineMethod):
             temperature=self.rollout.temperature,
             limit=self.rollout.grows,
             is_fresh=self._is_fresh,
-            is_apart=self._is_apart,
+            engine_differs=self._engine_differs,
         )
 
     def _own_loss(self) -> Loss:
-        """The user's. Raises ConfigError where it cannot be trained with these settings."""
+        """The custom loss. Raises ConfigError if it cannot be trained with these settings."""
+        from taut.rl.custom_loss import load_loss, read_own
+
         rollout, key = self.rollout, f"{self.policy.section}.loss"
         loss = load_loss(read_own(self.policy.loss, key, "Class"), rollout.temperature)
-        apart = [f"rollout.dtype={rollout.dtype}"] if rollout.dtype else []
-        apart += [f"rollout.lag={rollout.lag}"] if rollout.lag else []
-        if apart and "engine_logp_N" not in loss.needs:
-            raise ConfigError(
-                f"{key}={self.policy.loss} with {apart[0]}: rollouts are of another policy than trains, and the loss "
-                "does not read the engine's logprobs; expected engine_logp_N among its needs; read it, or take the "
-                "other out"
+        section = self.policy.section
+        apart = "dtype" if rollout.dtype else "lag" if rollout.lag else None
+        if apart is not None and "engine_logp_N" not in loss.needs:
+            why = "rollouts are of another policy than trains, and the loss does not read the engine's logprobs"
+            remedy = (
+                f"expected engine_logp_N among its needs; read it, or leave `rollout.{apart}` out"
             )
+            raise conflict(self, f"{section}.loss rollout.{apart}", why, remedy)
         if self.policy.kl_coef and "ref_logp_N" in loss.needs:
-            raise ConfigError(
-                f"{key}={self.policy.loss} with {self.policy.section}.kl_in=reward: the loss reads the reference "
-                "itself, and it is a part of the reward too; expected one of the two; set "
-                f"{self.policy.section}.kl_coef=0"
-            )
+            why = "the loss reads the reference itself, and it is a part of the reward too"
+            remedy = f"expected one of the two; set `{section}.kl_coef`=0"
+            raise conflict(self, f"{section}.loss {section}.kl_in {section}.kl_coef", why, remedy)
         return loss
 
     @property
     def _correction(self) -> Correction:
+        from taut.losses.policy import Correction, PolicyGradient
+
         loss = self.loss()
         return loss.correction if isinstance(loss, PolicyGradient) else Correction()
 
@@ -429,6 +374,8 @@ class PolicyMethod(OnlineMethod):
         return self.policy.kl_coef > 0 or is_in_loss
 
     def loss_decisions(self) -> list[Decision]:
+        from taut.rl.custom_loss import reports_engine
+
         correction, dtype = self._correction, self.rollout.dtype
         if is_own(self.policy.loss) and not reports_engine(self.loss()):
             reason = f"{self.policy.section}.loss gives no metric engine/difference"
@@ -438,6 +385,8 @@ class PolicyMethod(OnlineMethod):
         return self.policy.decisions(correction, f"rollouts are of {dtype}")
 
     def models(self) -> AuxModels:
+        from taut.methods.aux_models import AuxModels
+
         return AuxModels(self.reference if self._has_reference else None)
 
     def user_code(self) -> list[Path]:
@@ -448,11 +397,14 @@ class PolicyMethod(OnlineMethod):
 
     @property
     def _own_files(self) -> list[Path]:
-        """Files with an advantage or a loss of the user's own."""
+        """Files with a custom advantage or loss."""
         named = [self.policy.loss, getattr(self.policy, "advantage", "")]
         return [home_path(name.rpartition(":")[0]) for name in named if is_own(name)]
 
     def make_credit(self) -> PolicyCredit:
+        from taut.rewards.registry import listed
+        from taut.rl.advantages import EntropyTarget, KlPenalty, PolicyCredit
+
         policy, penalty, entropy = self.policy, None, None
         if policy.entropy_target is not None:
             entropy = EntropyTarget(policy.entropy_target, policy.entropy_step, policy.entropy_coef)
@@ -477,7 +429,7 @@ class PolicyMethod(OnlineMethod):
 
     @property
     def distill_coef(self) -> float:
-        """The coefficient of what teachers add to the advantages; 0: there are none."""
+        """Coefficient of the teachers' term in the advantages; 0 if there are no teachers."""
         return 0.0
 
     @property
@@ -492,7 +444,7 @@ class PolicyMethod(OnlineMethod):
         )
 
     def resolved(self) -> dict[str, Any]:
-        """The settings, with the bounds of the correction, whose defaults depend on other keys."""
+        """The settings with the bounds of the correction, whose defaults depend on other keys."""
         settings, correction = super().resolved(), self._correction
         section = settings[self.policy.section]
         if is_own(self.policy.loss):
@@ -502,7 +454,3 @@ class PolicyMethod(OnlineMethod):
             "rollout_correction_floor": correction.floor,
         }
         return settings
-
-
-def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

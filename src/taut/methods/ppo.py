@@ -1,28 +1,25 @@
-"""Proximal policy optimisation (PPO, arXiv 1707.06347): each token is compared with the value that a critic predicted.
+"""Proximal policy optimization (PPO, arXiv 1707.06347): each token is compared with the value that a critic predicted.
 
 The formulas are in losses/{advantages,policy}.py; the critic is in rl/critic.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from taut.config import Decision, Positive, Share, configclass
-from taut.errors import ConfigError
-from taut.losses.policy import Critic
-from taut.methods.aux_models import AuxModels
 from taut.methods.method import MethodName
 from taut.methods.policy import PolicyConfig, PolicyMethod
-from taut.rewards.registry import listed
-from taut.rl.advantages import Gae
-from taut.rl.critic import LEARNING_RATES as CRITIC_RATES
-from taut.rl.critic import CriticConfig
-from taut.rl.own_code import is_own
-from taut.rl.rollout import RolloutConfig
-from taut.train.optim import DefaultRates
+from taut.rl.settings import CRITIC_RATES, CriticConfig, RolloutConfig
+from taut.train.settings import DefaultRates
+
+if TYPE_CHECKING:
+    from taut.losses.policy import Critic
+    from taut.methods.aux_models import AuxModels
+    from taut.rl.advantages import Gae
 
 AT_A_CUT = ("stop", "length_overlong")
 """Rewards for truncated answers."""
@@ -37,40 +34,39 @@ class PpoConfig(PolicyConfig):
     gamma: Share = 1.0
     """Discount factor per token."""
     gae_lambda: Share = 0.95
-    """GAE's lambda: 1 uses the observed returns alone, 0 the critic's next value alone."""
+    """GAE's lambda: 1 uses only the observed returns, 0 only the critic's next value."""
     whiten_advantages: bool = True
-    """Normalise the advantages of a rollout's tokens to mean 0 and standard deviation 1."""
+    """Normalize the advantages of a rollout's tokens to mean 0 and standard deviation 1."""
     bootstrap_truncated: bool = False
-    """Replace the reward of a truncated answer by the critic's value of the state in which it was cut, as if the answer
-    went on. false: a truncated answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) and
-    rewards of an environment's turns stay."""
+    """Replace the reward of a truncated answer by the critic's value of its last state, as if the answer continued.
+    false: a truncated answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) and rewards of an
+    environment's turns stay."""
     value_coef: Positive = 0.1
     """Weight of half the critic's squared error."""
     value_clip: Positive | None = 0.2
-    """Clip range of the value loss: how far a value may move from its value at rollout time. None: no clipping."""
+    """Clip range of the value loss: the largest change of a value since rollout time. No clipping if not set."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if is_own(self.loss):
-            raise ConfigError(
-                f"found ppo.loss={self.loss}, and a loss of your own has no term for the critic; expected one of "
-                "taut's; name it, or train with taut grpo"
-            )
+    rules: ClassVar[str] = """
+        loss=FILE.py:Class[has_own_loss] unread: a loss of your own has no term for the critic; expected one of taut's;
+            name it, or train with taut grpo
+    """
 
     @property
     def critic_term(self) -> Critic:
         """The critic's term."""
+        from taut.losses.policy import Critic
+
         return Critic(self.value_coef, self.value_clip)
 
 
 @configclass
 class PpoRollout(RolloutConfig):
-    """How completions are sampled, and for how many steps a rollout is trained on."""
+    """Sampling of completions, and the number of steps that train on a rollout."""
 
     n: Annotated[int, Field(ge=1)] = 1
     """Completions per prompt."""
     minibatches: Annotated[int, Field(ge=1)] = 4
-    """Optimizer steps per pass over a rollout, which has batch.samples_per_step prompts for each of them."""
+    """Optimizer steps per pass over a rollout, with batch.samples_per_step prompts in each."""
 
 
 @configclass
@@ -82,32 +78,24 @@ class Ppo(PolicyMethod):
     )
 
     method: MethodName = "ppo"
-    rollout: PpoRollout = PpoRollout()
-    ppo: PpoConfig = PpoConfig()
-    critic: CriticConfig = CriticConfig()
+    rollout: PpoRollout = field(default_factory=PpoRollout)
+    ppo: PpoConfig = field(default_factory=PpoConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.ppo.bootstrap_truncated:
-            return
-        at_a_cut = [
-            f"shaping.{name}={getattr(self.shaping, name):g}"
-            for name in ("missing_eos_penalty", "soft_overlong")
-            if getattr(self.shaping, name)
-        ]
-        named = [spec.name for spec in listed(self.rewards) if spec.weight]
-        at_a_cut += [f"the reward {name}" for name in named if name in AT_A_CUT]
-        if at_a_cut:
-            raise ConfigError(
-                "ppo.bootstrap_truncated=true replaces the reward of a cut answer by the critic's value, and "
-                f"{at_a_cut[0]} is meant for cut answers, where it would be lost; expected one of the two; take one "
-                "out"
-            )
-        if self.shaping.overlong == "drop":
-            raise ConfigError(
-                "ppo.bootstrap_truncated=true with shaping.overlong=drop, which leaves cut answers out of "
-                "training: there is nothing to replace; expected one of the two; take one out"
-            )
+    rules: ClassVar[str] = """
+        ppo.bootstrap_truncated=true excludes shaping.missing_eos_penalty shaping.soft_overlong: the reward of a cut
+            answer is replaced, and what is meant for it would be lost
+        ppo.bootstrap_truncated=true excludes rewards=stop[judges_cuts]: the reward of a cut answer is replaced;
+            expected `rewards` without stop and length_overlong; take these out, or leave `ppo.bootstrap_truncated` out
+        ppo.bootstrap_truncated=true excludes shaping.overlong=drop: cut answers are left out
+    """
+
+    @property
+    def judges_cuts(self) -> bool:
+        """Whether a reward is meant for cut answers."""
+        from taut.rewards.registry import listed
+
+        return any(spec.weight and spec.name in AT_A_CUT for spec in listed(self.rewards))
 
     @property
     def decisions(self) -> list[Decision]:
@@ -123,6 +111,8 @@ class Ppo(PolicyMethod):
         return True
 
     def estimate(self) -> Gae:
+        from taut.rl.advantages import Gae
+
         config = self.ppo
         return Gae(
             config.gamma, config.gae_lambda, config.whiten_advantages, config.bootstrap_truncated
@@ -132,7 +122,7 @@ class Ppo(PolicyMethod):
         return replace(super().models(), critic=self.critic)
 
     def resolved(self) -> dict[str, Any]:
-        """With the critic's learning rate: where it is not set it may follow optim.learning_rate."""
+        """The settings with the critic's learning rate, which may follow optim.learning_rate if not set."""
         settings = super().resolved()
         settings["critic"]["learning_rate"] = self.critic.rate(self.optim)
         return settings

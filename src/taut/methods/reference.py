@@ -1,4 +1,4 @@
-"""The reference of preference optimisation: log-probabilities of the policy at the start of the run.
+"""The reference of preference optimization: log-probabilities of the policy at the start of the run.
 
     start       copies of the trained tensors at the start, which are swapped with the policy's for a forward. With LoRA
                 they are the adapters alone (B = 0: the base model; with lora.adapter: that adapter); without, a frozen
@@ -18,53 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from taut.config import configclass
-from taut.errors import ConfigError
+from taut.methods.settings import STREAM, ReferenceConfig
 from taut.train import distributed
 from taut.train.trainer import Role
 from taut.types import Packed, Wants
 
-STREAM = "ref_logp_N"
-
-
-@configclass
-class ReferenceConfig:
-    """The reference model that the policy is compared with: by default the policy as it was at the start."""
-
-    model: str | None = None
-    """Directory (or hub name) of another model to use as the reference, with the same tokenizer."""
-    file: str | None = None
-    """Cache the logprobs of the reference in this file (.safetensors). It is computed before training if it does not
-    exist, and refused if it was made of another model, data or setting. Then no reference is held while training."""
-    update_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between updates of the reference towards the policy (TR-DPO); 0: never."""
-    update_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The policy's share in such an update; 1 replaces the reference by the policy."""
-
-    def __post_init__(self) -> None:
-        if self.update_every and (self.model is not None or self.file is not None):
-            other = "reference.model" if self.model is not None else "reference.file"
-            raise ConfigError(
-                f"reference.update_every={self.update_every} and {other} contradict each other: what is updated is the "
-                "policy's own start; keep one"
-            )
-        if self.update_mix != 1.0 and not self.update_every:
-            raise ConfigError(
-                f"reference.update_mix={self.update_mix:g} has no effect with reference.update_every=0; expected both; "
-                "set reference.update_every"
-            )
-
 
 class Start(nn.Module):
-    """Copies of the policy's trained tensors at the start, swapped with them for the reference's forwards.
-
-    Part of the scorer while the reference is updated, so that a checkpoint holds them.
+    """Copies of the policy's initial trained tensors, swapped with the current ones for the reference's forwards. Part
+    of the scorer while the reference is updated, so that a checkpoint holds them.
     """
 
     gives = STREAM
@@ -145,7 +112,7 @@ class Other:
 
 
 class Recorded:
-    """A reference whose logprobs are in a file. ``live`` computes them until they are recorded, then it is released."""
+    """A reference whose logprobs are in a file. ``live`` computes them until they are recorded and is then released."""
 
     gives = STREAM
 
@@ -154,14 +121,14 @@ class Recorded:
         self._find: Callable[[str], Tensor] | None = None
 
     def record(self, find: Callable[[str], Tensor]) -> None:
-        """Use the logprobs of ``find``, which takes a sample id, from now on."""
+        """From now on use the logprobs of ``find``, which takes a sample id."""
         self._live, self._find = None, find
 
     def active(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._live is None else self._live.active()
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of ``live``; recorded logprobs are on the host."""
+        """Tensors of ``live``; recorded logprobs are on the host."""
         return [] if self._live is None else self._live.tensors()
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:

@@ -16,147 +16,27 @@ make it a moving average, as in SDPO and SDFT.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import field
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from taut.config import Decision, changed, configclass
-from taut.data.json_io import shown
-from taut.data.prompts import PromptRow, PromptSet, with_privileged
+from taut.config import Decision
+from taut.data.read.json_io import shown
+from taut.data.rows.prompts import PromptRow, PromptSet, with_privileged
 from taut.errors import ConfigError, DataError
 from taut.inference.engine import require_text
 from taut.inference.teacher_server import TeacherServer
-from taut.inference.vllm_client import EndpointConfig
 from taut.methods.inputs import Inputs, Models
+from taut.methods.settings import RolloutTeachersConfig
 from taut.models.load import context_length
 from taut.models.scorer import evaluating
 from taut.rl.rollout import sample_of
 from taut.rl.sampler import Trajectory
 from taut.rl.teachers import ModelTeacher, RolloutTeacher, ServerTeacher, Teachers
 from taut.types import IntArray, Sample
-
-PROMPT, PRIVILEGED = "{prompt}", "{privileged}"
-
-
-@configclass
-class TeacherSource:
-    """One of several teachers: a model in this process, or one behind a server."""
-
-    teacher: str | None = None
-    """Directory (or hub name) of a model with the student's tokenizer."""
-    url: str | None = None
-    """URL of a vLLM server with such a model."""
-    server: EndpointConfig = EndpointConfig()
-
-
-@configclass
-class RolloutTeachersConfig:
-    """Teachers of a student's own completions."""
-
-    teacher: str | None = None
-    """Directory (or hub name) of the model to learn from; it has the student's tokenizer."""
-    url: str | None = None
-    """Instead of a teacher in this process: URL of a vLLM server with one, as in http://127.0.0.1:8001/v1. It scores
-    each rollout before it is trained on."""
-    server: EndpointConfig = EndpointConfig()
-    teachers: dict[str, TeacherSource] = field(default_factory=dict)
-    """Instead of one teacher: several by name, each with a teacher or a url. A row names its teacher in a column."""
-    column: str = "teacher"
-    """For teachers: the column with the name of a row's teacher."""
-    privileged: str | None = None
-    """Instead of a teacher: the column with what the model itself sees as its own teacher, and as the student does not:
-    a right answer, a hint, feedback."""
-    privileged_template: str = "{prompt} For your information: {privileged}"
-    """For privileged: the text of the teacher's last user message, or of its prompt. {prompt} is that of the student,
-    {privileged} the column's."""
-    weights: Literal["start", "now"] = "start"
-    """For privileged: the teacher's weights. start: those of the start of the run, moved by update_every; now: those
-    that train."""
-    update_every: Annotated[int, Field(ge=0)] = 0
-    """For weights=start: steps between updates of the teacher towards the policy; 0: never."""
-    update_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The policy's share in such an update: with update_every=1 the teacher is a moving average."""
-
-    keys_of: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "url": ("server",),
-        "teachers": ("column",),
-        "privileged": ("privileged_template", "weights", "update_every", "update_mix"),
-    }
-    """Key -> the keys that are read with it alone."""
-
-    def __post_init__(self) -> None:
-        kinds = ("teacher", "url", "teachers", "privileged")
-        chosen = [f"distill.{name}" for name in kinds if getattr(self, name)]
-        if len(chosen) > 1:
-            raise ConfigError(
-                f"{chosen[0]} and {chosen[1]} are both set; expected one kind of teacher; keep one"
-            )
-        for kind, keys in self.keys_of.items():
-            for key in changed(self, keys) if not getattr(self, kind) else ():
-                raise ConfigError(
-                    f"distill.{key} is set without distill.{kind}, and nothing reads it; expected both; set "
-                    f"distill.{kind}, or take it out"
-                )
-        for name, source in self.teachers.items():
-            if (source.teacher is None) == (source.url is None):
-                raise ConfigError(
-                    f"distill.teachers.{name} has {'no' if source.url is None else 'both'} teacher and url; expected "
-                    "one of the two; set one"
-                )
-            if source.url is None and source.server != EndpointConfig():
-                raise ConfigError(
-                    f"distill.teachers.{name}.server is set without a url, and nothing reads it; expected both; set "
-                    f"distill.teachers.{name}.url, or take it out"
-                )
-        if {PROMPT, PRIVILEGED} - _names_in(self.privileged_template):
-            raise ConfigError(
-                f"distill.privileged_template={shown(self.privileged_template)}; expected a text with {PROMPT} and "
-                f"{PRIVILEGED}, once each; correct it"
-            )
-        if self.weights == "now" and self.update_every:
-            raise ConfigError(
-                f"distill.update_every={self.update_every} with distill.weights=now, which has no copy to update; "
-                "expected weights=start; set that, or take update_every out"
-            )
-        if self.update_mix != 1.0 and not self.update_every:
-            raise ConfigError(
-                f"distill.update_mix={self.update_mix:g} has no effect with distill.update_every=0; expected both; set "
-                "distill.update_every"
-            )
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a teacher."""
-        return any((self.teacher, self.url, self.teachers, self.privileged))
-
-    @property
-    def sources(self) -> Iterator[tuple[str, str, TeacherSource]]:
-        """(name, section of the configuration, teacher) of each that is not the model itself."""
-        if self.teacher is not None or self.url is not None:
-            yield (
-                "",
-                "distill.",
-                TeacherSource(teacher=self.teacher, url=self.url, server=self.server),
-            )
-        for name, source in self.teachers.items():
-            yield name, f"distill.teachers.{name}.", source
-
-    @property
-    def directories(self) -> Iterator[tuple[str, str, str]]:
-        """(name, configuration key, path) of each model that is loaded."""
-        for name, section, source in self.sources:
-            if source.teacher is not None:
-                yield name, f"{section}teacher", source.teacher
-
-    @property
-    def has_copy(self) -> bool:
-        """Whether there is a copy of the trained tensors."""
-        return self.privileged is not None and self.weights == "start"
 
 
 def open_teachers(
@@ -167,8 +47,8 @@ def open_teachers(
     top: int,
     temperature: float,
 ) -> Teachers:
-    """The teachers of a run. ``top``: likeliest tokens of each target; ``temperature``: of the logprobs of models in
-    this process.
+    """Open the teachers of a run. ``top``: likeliest tokens of each target; ``temperature``: for the logprobs of models
+    in this process.
     """
     assert isinstance(inputs.train, PromptSet)
     rows = inputs.train.prompt_rows
@@ -210,7 +90,7 @@ def open_teachers(
 
 
 def _require_named(rows: list[PromptRow], config: RolloutTeachersConfig) -> None:
-    """Raise DataError where a row names no teacher of the run."""
+    """Raise DataError if a row names no teacher of the run."""
     for row in rows:
         name = row.columns.get(config.column)
         if not isinstance(name, str) or name not in config.teachers:
@@ -262,7 +142,3 @@ def _privileged_sample(ids_of: Mapping[str, IntArray], trajectory: Trajectory) -
     ids_T = np.concatenate([prompt_T, sample.ids_T[size:]])
     at_N = sample.target_at_N + (prompt_T.size - size)
     return Sample(sample.id, ids_T, at_N, sample.weight_N)
-
-
-def _names_in(template: str) -> set[str]:
-    return {name for name in (PROMPT, PRIVILEGED) if template.count(name) == 1}

@@ -8,4 +8,4 @@ from taut.methods.method import RunConfig
 
 @configclass
 class Sft(RunConfig):
-    """A run of ``taut sft``. The defaults of ``RunConfig`` are those of fine-tuning, so there is nothing to add."""
+    """A run of ``taut sft``. The defaults of ``RunConfig`` are those of fine-tuning: nothing is added."""

@@ -4,47 +4,17 @@ reference. The formula is in losses/preference.py.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import field
+from typing import TYPE_CHECKING, ClassVar
 
-from taut.config import NotNegative, Positive, configclass
-from taut.losses.loss import Loss
-from taut.losses.preference import simpo
+from taut.config import configclass
+from taut.losses.settings import SimpoConfig
 from taut.methods.method import MethodName
-from taut.methods.preference import PairMethod, require_valid_loss
-from taut.train.optim import DefaultRates
+from taut.methods.preference import PairMethod
+from taut.train.settings import DefaultRates
 
-
-@configclass
-class SimpoConfig:
-    """SimPO and AlphaPO: log-probabilities per token with a target margin, on pairs, without a reference."""
-
-    beta: Positive = 2.0
-    """Scale of the implicit reward, beta * mean log-probability of a token; the paper's values begin at
-    2."""
-    gamma: NotNegative = 1.0
-    """Target margin between the rewards of a pair; the paper tries 0.3 to 1.6."""
-    alpha: float = 0.0
-    """Shape of the reward (AlphaPO): (1 - p^-alpha) / alpha. 0: log p, as in SimPO."""
-    label_smoothing: NotNegative = 0.0
-    """Assumed probability that a pair is labelled the wrong way round."""
-    sft_weight: NotNegative = 0.0
-    """Weight of the mean negative log-probability of the preferred answers' tokens."""
-    log_entropy: bool = False
-    """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
-
-    def __post_init__(self) -> None:
-        require_valid_loss("simpo", self.make_loss)
-
-    def make_loss(self) -> Loss:
-        """The loss. Raises ConfigError for what has no meaning."""
-        return simpo(
-            self.beta,
-            self.gamma,
-            alpha=self.alpha,
-            label_smoothing=self.label_smoothing,
-            sft_weight=self.sft_weight,
-            entropy=self.log_entropy,
-        )
+if TYPE_CHECKING:
+    from taut.losses.loss import Loss
 
 
 @configclass
@@ -56,7 +26,9 @@ class Simpo(PairMethod):
     )
 
     method: MethodName = "simpo"
-    simpo: SimpoConfig = SimpoConfig()
+    simpo: SimpoConfig = field(default_factory=SimpoConfig)
 
     def loss(self) -> Loss:
-        return self.simpo.make_loss()
+        from taut.losses.preference import SimpoLoss
+
+        return SimpoLoss.of(self.simpo)

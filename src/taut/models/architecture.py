@@ -35,7 +35,8 @@ from taut.attention.decode import Decoding
 from taut.attention.extension import Extension
 from taut.attention.layout import Layout
 from taut.errors import ModelError
-from taut.models import products, recurrent_layers
+from taut.models import recurrent_layers
+from taut.models.cpu import cpu_matmul
 from taut.models.stateful_types import STATEFUL_TYPES
 from taut.types import Media, Packed
 from taut.vision import tower
@@ -241,7 +242,7 @@ class HeadSpec:
         """The equation above: the reference for the chunked head. The product is in the dtype of ``hidden`` (or
         autocast's), the rest in at least float32.
         """
-        logits = products.linear(hidden, self.weight, self.bias)
+        logits = cpu_matmul.linear(hidden, self.weight, self.bias)
         if self.rows is not None:
             index_R, weight_RD = self.rows
             bias = None if self.bias is None else self.bias[index_R]
@@ -322,8 +323,24 @@ def stateful_layers(model: nn.Module) -> list[str]:
 
 
 def leaking_layers(model: nn.Module) -> list[str]:
-    """Those of ``stateful_layers`` whose state does not follow the layout: it goes on across the samples of a pack."""
-    return [name for name, block in _stateful_blocks(model) if not _follows_layout(block)]
+    """Names of the ``stateful_layers`` whose state does not follow the layout: it leaks across the samples of a
+    pack.
+    """
+    leaking = []
+    for name, block in _stateful_blocks(model):
+        # every module in the block that carries state has to let it follow the layout
+        carrying = [
+            module
+            for module in block.modules()
+            if module is not block
+            and (
+                _STATEFUL_CLASS.search(type(module).__name__)
+                or any(isinstance(child, nn.Conv1d) for child in module.children())
+            )
+        ]
+        if not carrying or not all(map(recurrent_layers.follows_layout, carrying)):
+            leaking.append(name)
+    return leaking
 
 
 def _stateful_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -336,20 +353,6 @@ def _stateful_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             if isinstance(module, nn.Conv1d) or _STATEFUL_CLASS.search(type(module).__name__):
                 yield f"layers.{index}.{name} ({type(module).__name__})", block
                 break
-
-
-def _follows_layout(block: nn.Module) -> bool:
-    """Whether every module in the block that carries state lets it follow the layout."""
-    carrying = [
-        module
-        for module in block.modules()
-        if module is not block
-        and (
-            _STATEFUL_CLASS.search(type(module).__name__)
-            or any(isinstance(child, nn.Conv1d) for child in module.children())
-        )
-    ]
-    return bool(carrying) and all(map(recurrent_layers.follows_layout, carrying))
 
 
 def length_dependent_rope(model: nn.Module) -> tuple[str, int] | None:
@@ -379,7 +382,7 @@ class Flops:
     per_pair: float
     """Per visible pair of query and key, over the layers with full attention."""
     per_window_pair: float
-    """The same over the layers with a sliding window; count the pairs inside the window."""
+    """Per visible pair inside the window, over the layers with a sliding window."""
     per_target: float
     """The head for one target; 0 where there is no head."""
     window: int | None
@@ -387,20 +390,22 @@ class Flops:
 
 
 def flops(model: nn.Module) -> Flops:
-    """The cost of training ``model``, for balancing and for utilisation. State-space scans are not counted."""
+    """The cost of training ``model``, for balancing and for utilization. State-space scans are not counted."""
     config = text_config(model)
     experts = num_experts(config)
     used = (getattr(config, "num_experts_per_tok", None) or experts) / max(1, experts)
+    # the blocks' weights, of which a token uses some experts
     per_token = 0.0
     blocks = layers(model)
     linear = linear_sizes(blocks)
     for name, p in blocks.named_parameters():
-        if p.ndim >= 2 or name in linear:  # quantised weights may be a row of codes
+        if p.ndim >= 2 or name in linear:  # quantized weights may be a row of codes
             is_stacked = p.ndim == 3 and p.shape[0] == experts
             is_routed = "experts" in name and "shared" not in name
             is_expert = experts and is_routed and (is_stacked or ".experts." in name)
             share = used if is_expert else 1.0
             per_token += share * linear.get(name, p.numel()) * (6.0 if p.requires_grad else 4.0)
+    # attention, and the head
     per_pair = {"full": 0.0, "sliding": 0.0}
     for kind, size in zip(layer_types(model), head_sizes(config), strict=True):
         if kind not in STATEFUL_TYPES:
@@ -418,7 +423,7 @@ def flops(model: nn.Module) -> Flops:
 
 
 def linear_sizes(model: nn.Module) -> dict[str, int]:
-    """Name of a weight of a linear layer, or of quantised experts -> how many numbers it stands for: what is quantised
+    """Name of a weight of a linear layer, or of quantized experts -> how many numbers it stands for: what is quantized
     has other elements.
     """
     sizes: dict[str, int] = {}
@@ -485,6 +490,7 @@ def match_pattern(model: nn.Module, pattern: str, names: Sequence[str], key: str
     slashes, a slice of the decoder layers (``layers[-2:]``, ``layers[:4].mlp.*``), or a glob. ``key``: the user's
     setting.
     """
+    # a slice of the decoder layers
     if some := _SLICE.fullmatch(pattern):
         chosen = slice(*(None if it is None else int(it) for it in some.groups()[:3]))
         blocks = {id(block) for block in [*layers(model)][chosen]}
@@ -496,6 +502,7 @@ def match_pattern(model: nn.Module, pattern: str, names: Sequence[str], key: str
             if name.startswith(block)
         }
         return [name for name in names if fnmatch.fnmatchcase(rests.get(name, ""), some[4] or ".*")]
+    # a part, a regular expression, a glob
     if pattern in PARTS:
         if not has_parts(model):
             raise ModelError(
@@ -530,17 +537,20 @@ def assign_patterns(model: nn.Module, patterns: Iterable[str], key: str) -> dict
     pattern_of: dict[str, str] = {}
     for pattern in patterns:
         matches = match_pattern(model, pattern, names, key)
-        if not matches:
-            raise ModelError(
-                f"{key}: {pattern!r} matches no parameter that trains; expected one that does; "
-                + ("leave it out" if pattern in PARTS else suggest(pattern, names))
-            )
         twice = next((name for name in matches if name in pattern_of), None)
-        if twice is not None:
-            raise ModelError(
-                f"{key}: {twice} is matched by {pattern_of[twice]!r} and by {pattern!r}; expected one of them for each "
+        problem = ""
+        if not matches:
+            remedy = "leave it out" if pattern in PARTS else suggest(pattern, names)
+            problem = (
+                f"{pattern!r} matches no parameter that trains; expected one that does; {remedy}"
+            )
+        elif twice is not None:
+            problem = (
+                f"{twice} is matched by {pattern_of[twice]!r} and by {pattern!r}; expected one of them for each "
                 "parameter; name fewer with one of the two"
             )
+        if problem:
+            raise ModelError(f"{key}: {problem}")
         pattern_of |= dict.fromkeys(matches, pattern)
     return pattern_of
 

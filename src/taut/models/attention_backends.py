@@ -6,6 +6,11 @@ keyword ``taut_layout`` of the model's forward. No mask function is registered: 
 the library then makes no mask and asks the device nothing about positions. Inside ``observe`` there is one, which
 evaluates the library's mask on a grid of indices and records its kind; every layer that calls is recorded too, for
 models/self_test.py.
+
+``activate_flash_attention`` puts an installed FlashAttention 3 (Hopper) or 4 (Blackwell) in place of torch's own 2
+(``torch.nn.attention.activate_flash_attention_impl``), and says why or why not; their packages are installed by hand.
+The numbers are equal to rounding. The kernels are the process's: one model that they do not take brings torch's own
+back for all.
 """
 
 from __future__ import annotations
@@ -14,10 +19,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import attention
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -25,6 +32,7 @@ from taut.attention import flex, reference, varlen
 from taut.attention.decode import Decoding
 from taut.attention.extension import Attend, Extension
 from taut.attention.layout import Layout, read_call
+from taut.config import Decision
 from taut.errors import AttentionError
 from taut.models.architecture import head_sizes, layer_types, text_config
 from taut.models.stateful_types import STATEFUL_TYPES
@@ -92,7 +100,7 @@ def select(
 def _obstacle(
     name: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig
 ) -> str | None:
-    """The reason why a backend cannot train this model here; None: it can."""
+    """The reason why a backend cannot train this model here, or None."""
     config = config.get_text_config()
     if name == "reference":
         return None
@@ -240,9 +248,9 @@ def window_of(mask_function: Callable[..., Any], config: Any) -> int | None:
     wrong = (allowed != causal).nonzero()[0]
     q, k = (near[int(index)] for index in wrong)
     raise AttentionError(
-        f"the model {config.model_type} builds an attention mask that is neither causal nor its sliding window: "
-        f"token {q} {'sees' if allowed[tuple(wrong)] else 'does not see'} token {k} (chunked attention, for one); "
-        "taut cannot carry it exactly; train a model with full or sliding-window attention"
+        f"the attention mask of {config.model_type} is neither causal nor its sliding window: token {q} "
+        f"{'sees' if allowed[tuple(wrong)] else 'does not see'} token {k}; train a model with full or sliding-window "
+        "attention"
     )
 
 
@@ -256,3 +264,66 @@ def leave_out_of_graphs() -> None:
 
 for _name in BACKENDS:
     AttentionInterface.register(PREFIX + _name, partial(_attention, _name))
+
+
+# -- the FlashAttention inside torch
+
+
+class FlashKernels(NamedTuple):
+    """A FlashAttention that torch can activate."""
+
+    number: str
+    module: str
+    """Module that torch imports to activate the kernels."""
+    largest_head: int
+
+
+FLASH_BY_CAPABILITY = {
+    9: FlashKernels("3", "flash_attn_interface", 256),
+    10: FlashKernels("4", "flash_attn.cute.interface", 128),
+}
+"""The first number of a device's compute capability -> the kernels made for it."""
+_largest_head = 0
+"""Of the models of this process."""
+
+
+def activate_flash_attention(
+    backend: str, device: torch.device, config: PreTrainedConfig
+) -> list[Decision]:
+    """Put the kernels made for the device in place, before a model runs; the decision, if ``backend`` asks for them or
+    this model drives them out.
+    """
+    global _largest_head
+    if device.type != "cuda":
+        return []
+    _largest_head = max(_largest_head, *head_sizes(config.get_text_config()))
+    kernels = FLASH_BY_CAPABILITY.get(torch.cuda.get_device_capability(device)[0])
+    if kernels is None:
+        reason = "torch's own; 3 is for compute capability 9, and 4 for 10"
+        return [Decision("attention.flash", "2", reason)] if backend == "varlen" else []
+    # why they cannot be activated, if so
+    obstacle: str | None = None
+    where, package = "", kernels.module.partition(".")[0]
+    if f"FA{kernels.number}" not in getattr(attention, "list_flash_attention_impls", list)():
+        obstacle = f"torch {torch.__version__} cannot activate it"
+    elif _largest_head > kernels.largest_head:
+        obstacle = f"heads have size {_largest_head}; it takes up to {kernels.largest_head}"
+    elif find_spec(package) is None:
+        obstacle = f"{package} is not installed"
+    # the kernels in place, or torch's own again where they do not take this model
+    is_active = getattr(attention, "current_flash_attention_impl", lambda: None)() is not None
+    if obstacle is not None and is_active:
+        attention.restore_flash_attention_impl()
+        where = " from here on, for all models of this process"
+    elif backend != "varlen":
+        return []
+    elif obstacle is None and not is_active:
+        try:
+            attention.activate_flash_attention_impl(f"FA{kernels.number}")
+        except (ImportError, OSError, RuntimeError) as error:
+            obstacle = f"{kernels.module} cannot be used: {error}"
+    if obstacle is not None:
+        reason = f"torch's own{where}; FlashAttention {kernels.number}: {obstacle}"
+        return [Decision("attention.flash", "2", reason)]
+    reason = f"made for this device; {kernels.module} is installed"
+    return [Decision("attention.flash", kernels.number, reason)]

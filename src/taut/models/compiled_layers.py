@@ -13,7 +13,7 @@ layout is a ``Decoding``, or keeps keys and values. Recomputation of activations
 
 The class of a layer is replaced by one of the same name with another forward. So no name of a module or a tensor
 changes, and hooks, sharding and the library's checkpointing work as before. The faster forms of
-``models/faster_layers.py`` step aside inside a graph: the compiler takes the library's own code, which it fuses.
+``models/cpu/faster_layers.py`` step aside inside a graph: the compiler takes the library's own code, which it fuses.
 
 In float64 the library's casts to float32 are made casts to float64 in the graph, as ``precision.Wide`` does outside.
 """
@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from taut.attention.layout import Layout
 from taut.config import Decision
 from taut.errors import ConfigError, ModelError
-from taut.models import architecture, attention_backends, faster_layers
-from taut.models.byte_rows import quantised_layers
+from taut.models import architecture, attention_backends
+from taut.models.cpu import faster_layers
 from taut.models.noise import KeyedDropout
 from taut.models.precision import NARROW
+from taut.models.quantized.quantized_storage import quantized_layers
 
 BACKEND: str | Callable[..., Any] = "inductor"
 """The compiler behind the graphs."""
@@ -54,13 +55,26 @@ def require_compiler(device: torch.device) -> None:
     """Raise ConfigError where this machine cannot compile for ``device``. A tiny function is compiled, since a compiler
     without its headers shows only then.
     """
-    if device.type == "cuda":
-        missing = _without_triton()
-    else:
-        missing = _without_cpp_compiler()
-    if missing is not None:
-        found, remedy = missing
-        raise ConfigError(f"compile=true: {found}; {remedy}, or leave compile out")
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    missing = ""
+    if device.type == "cuda" and not has_triton():
+        missing = (
+            "Triton does not work here, by which torch compiles for a GPU; expected the package triton and compute "
+            "capability 7.0 or newer; run: pip install triton"
+        )
+    elif device.type != "cuda":
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            missing = (
+                "found no C++ compiler, by which torch compiles for a CPU; expected g++, clang++ or the one that CXX "
+                "names; install one (Debian: apt-get install g++)"
+            )
+    if missing:
+        raise ConfigError(f"compile=true: {missing}, or leave compile out")
     try:
         _probe(device)
     except Exception as error:  # whatever a tool chain of the user's raises
@@ -68,34 +82,6 @@ def require_compiler(device: torch.device) -> None:
             f"compile=true: torch cannot compile x + 1 for {device}: {_in_one_line(error)}; expected a compiler that "
             "works; mend it, or leave compile out"
         ) from error
-
-
-def _without_triton() -> tuple[str, str] | None:
-    """What was found and what to do; None: nothing is missing."""
-    from torch.utils._triton import has_triton
-
-    if has_triton():
-        return None
-    return (
-        "torch compiles for a GPU with Triton, and none works here; expected the package triton and a GPU of compute "
-        "capability 7.0 or newer",
-        "run: pip install triton",
-    )
-
-
-def _without_cpp_compiler() -> tuple[str, str] | None:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return (
-            "torch compiles for a CPU with a C++ compiler, and none was found; expected g++ or clang++ (or the one "
-            "that CXX names)",
-            "install one (Debian: apt-get install g++)",
-        )
-    return None
 
 
 @cache
@@ -117,25 +103,37 @@ def compile_layers(model: nn.Module, dtype: torch.dtype) -> list[Decision]:
     Raises ModelError where nothing can be compiled, or something in a layer cannot be carried.
     """
     chosen, stateful = layers_to_compile(model), architecture.stateful_layers(model)
+    quantized = next(quantized_layers(model), None)
+    modules = (module for layer in chosen for module in layer.modules())
+    dropout = next((module for module in modules if isinstance(module, KeyedDropout)), None)
+    problem = ""
     if not chosen:
-        raise ModelError(
-            f"compile=true: every layer carries state from token to token ({stateful[0]}), and such layers are not "
-            "compiled; expected a model with attention; leave compile out"
+        problem = (
+            f": every layer carries state from token to token ({stateful[0]}), and such layers are not compiled; "
+            "expected a model with attention; leave compile out"
         )
-    if (quantised := next(quantised_layers(model), None)) is not None:
-        raise ModelError(
-            f"compile=true with a quantised base ({quantised[0]}): its weights are decoded by kernels that no graph "
-            "holds; expected a base in float32 or bfloat16; leave compile out"
+    elif quantized is not None:
+        problem = (
+            f" with a quantized base ({quantized[0]}): its weights are decoded by kernels that no graph holds; "
+            "expected a base in float32 or bfloat16; leave compile out"
         )
-    for layer in chosen:
-        for module in layer.modules():
-            if isinstance(module, KeyedDropout):
-                raise ModelError(
-                    f"compile=true with lora.dropout={module.p:g}: its noise is drawn sample by sample, which no graph "
-                    "holds; expected no dropout; set lora.dropout=0, or leave compile out"
-                )
+    elif dropout is not None:
+        problem = (
+            f" with lora.dropout={dropout.p:g}: its noise is drawn sample by sample, which no graph holds; expected no "
+            "dropout; set lora.dropout=0, or leave compile out"
+        )
+    if problem:
+        raise ModelError(f"compile=true{problem}")
+    # attention and experts stay out of the graphs
     attention_backends.leave_out_of_graphs()
-    experts = [name for layer in chosen for name in _leave_experts_eager(layer)]
+    experts: list[str] = []
+    leave_out: Any = torch.compiler.disable  # it has no types
+    for layer in chosen:
+        for name, module in layer.named_modules():
+            if any(child == "experts" for child, _ in module.named_children()):
+                module.forward = leave_out(module.forward, reason="experts are eager")
+                experts.append(name)
+    # compile one class for each kind of layer
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in chosen:
         kind = type(layer)
@@ -143,6 +141,7 @@ def compile_layers(model: nn.Module, dtype: torch.dtype) -> list[Decision]:
             kinds[kind] = _compiled_kind(kind, dtype)
         faster_layers.restore_rotation(layer)
         layer.__class__ = kinds[kind]
+    # say what is compiled, and what is not
     classes = Counter(type(layer).__name__ for layer in chosen)
     value = " and ".join(f"{number} {name}" for name, number in classes.items())
     left = [f"{len(stateful)} layers with state ({stateful[0]})"] if stateful else []
@@ -180,7 +179,7 @@ def eagerly() -> Iterator[None]:
 
 
 class Graphs(NamedTuple):
-    """What torch's compiler has made in this process."""
+    """Graphs that torch's compiler has made in this process."""
 
     graphs: int
     breaks: int
@@ -237,43 +236,26 @@ def _compiled_kind(kind: type[nn.Module], dtype: torch.dtype) -> type[nn.Module]
     return type(kind.__name__, (kind,), body)
 
 
-def _leave_experts_eager(layer: nn.Module) -> list[str]:
-    """Keep modules with experts out of the graphs; returns their names."""
-    names = []
-    for name, module in layer.named_modules():
-        if any(child == "experts" for child, _ in module.named_children()):
-            leave_out: Any = torch.compiler.disable  # it has no types
-            module.forward = leave_out(module.forward, reason="experts are eager")
-            names.append(name)
-    return names
-
-
 # -- float64
 
 
 def _backend(dtype: torch.dtype) -> str | Callable[..., Any]:
+    """The compiler for a compute dtype: ``BACKEND``, on graphs made wide for float64."""
     if dtype != torch.float64:
         return BACKEND
     inner: Any = torch._dynamo.lookup_backend(BACKEND) if isinstance(BACKEND, str) else BACKEND
 
+    def widened(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
+
     def compile_wide(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
-        _widen(graph)
+        # every request for a narrower float dtype is one for float64
+        for node in graph.graph.nodes:
+            if node.op == "call_method" and node.target in ("float", "half", "bfloat16"):
+                node.target = "double"
+            node.args = tuple(map(widened, node.args))
+            node.kwargs = {key: widened(value) for key, value in node.kwargs.items()}
+        graph.recompile()
         return inner(graph, inputs)
 
     return compile_wide
-
-
-def _widen(graph: torch.fx.GraphModule) -> None:
-    """Turn every request for a narrower float dtype into float64."""
-
-    def widened(value: Any) -> Any:
-        return torch.float64 if value in NARROW else value
-
-    for node in graph.graph.nodes:
-        if node.op == "call_method" and node.target in ("float", "half", "bfloat16"):
-            node.target = "double"
-        node.args = tuple(widened(x) if isinstance(x, torch.dtype) else x for x in node.args)
-        node.kwargs = {
-            key: widened(x) if isinstance(x, torch.dtype) else x for key, x in node.kwargs.items()
-        }
-    graph.recompile()

@@ -81,7 +81,7 @@ def scalar(hidden: Tensor, spec: nn.Linear) -> Tensor:
 
 
 @torch.no_grad()
-def initialise(head: nn.Linear, seed: int | None) -> None:
+def initialize(head: nn.Linear, seed: int | None) -> None:
     """Draw the weight from N(0, 1 / (D + 1)), the same numbers in every dtype; 0 without a seed. The bias is 0."""
     head.weight.zero_()
     if seed is not None:
@@ -173,9 +173,6 @@ def list_with_library(config: PreTrainedConfig) -> None:
 
 # -- critics --------------------------------------------------------------------------------------
 
-CRITIC = "critic"
-"""The critic's name in the scorer."""
-
 
 class SharedCritic(nn.Module):
     """A head on the policy's hidden states. It starts at V = 0."""
@@ -188,7 +185,7 @@ class SharedCritic(nn.Module):
         dtype = torch.promote_types(table.dtype, torch.float32)  # a frozen table may be narrow
         head = nn.Linear(size, 1, device="meta", dtype=dtype)  # draws no random number
         self.score = head.to_empty(device=table.device)
-        initialise(self.score, seed=None)
+        initialize(self.score, seed=None)
         self.detach = detach
 
     def forward(self, hidden_RD: Tensor) -> Tensor:

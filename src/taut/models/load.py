@@ -9,7 +9,7 @@ library's own attention, since pictures are not packed and one never attends to 
 A directory is examined before the library reads it: the library waits forever at a FIFO in place of a file, and
 allocates as many layers or labels as config.json names. Such files are refused before anything is allocated.
 
-This module does not choose the attention, add adapters, move weights between ranks, or initialise weights that the
+This module does not choose the attention, add adapters, move weights between ranks, or initialize weights that the
 checkpoint lacks. ``models/reward_model.py`` loads models with a scalar head through ``read_model``.
 """
 
@@ -22,11 +22,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from logging import ERROR
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -42,16 +40,17 @@ from transformers.core_model_loading import Transpose
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from taut import capabilities
 from taut.config import user_path
 from taut.errors import ModelError, TautError
-from taut.io import files, hub
+from taut.io import capabilities, extras, files, hub, progress
 from taut.io.allocator import return_freed_memory
-from taut.models import architecture, faster_layers, quantised
+from taut.models import architecture
+from taut.models.cpu import faster_layers
 from taut.models.experts import narrow_experts, widen_routers
-from taut.models.frozen import Storage, reading, store
 from taut.models.heads import check_head
-from taut.models.streamed import StreamedLayers
+from taut.models.layerwise import StreamedLayers
+from taut.models.quantized import quantized_layers
+from taut.models.quantized.frozen_storage import Storage, reading, store
 from taut.vision import tower
 
 TOWER_ATTENTION = "sdpa"
@@ -67,22 +66,6 @@ ShardLayers = Callable[[PreTrainedModel], AbstractContextManager[None]]
 """Divides a model's decoder layers among ranks."""
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 _NOISE_KEY = re.compile(r"^(?!classifier).*(dropout|pdrop|layerdrop|jitter_noise)")
-_LIBRARY_ERRORS = (
-    OSError,
-    ValueError,
-    LookupError,
-    ImportError,
-    RuntimeError,
-    AttributeError,
-    TypeError,
-    ArithmeticError,
-    AssertionError,
-    EOFError,
-    UnpicklingError,
-    SafetensorError,
-    StrictDataclassError,
-)
-"""What the library raises for a directory it cannot read."""
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -104,10 +87,11 @@ def load_model(
 
     ``attention``: the name under which it is registered with the library's attention interface. ``is_narrow``: store
     the parameters themselves in ``dtype``, as inference does. ``storage``: how to store weights that do not train
-    (``frozen.store`` completes it). ``shard``: divides the decoder layers among ranks before any weight is read.
-    ``streamed``: reads each decoder layer when it runs. Raises ModelError where the checkpoint is incomplete or a
+    (``frozen_storage.store`` completes it). ``shard``: divides the decoder layers among ranks before any weight is
+    read. ``streamed``: reads each decoder layer when it runs. Raises ModelError where the checkpoint is incomplete or a
     requested setting did not take effect.
     """
+    progress.show(f"loading {path}")
     config = load_config(path, trust_remote_code)
     require_language_model(path, config)
     model, _ = read_model(
@@ -157,37 +141,42 @@ def read_model(
     streamed: StreamedLayers | None,
     new_module: str = "",
 ) -> tuple[PreTrainedModel, bool]:
-    """A complete model of one of the library's automatic classes on the CPU (a quantised one on ``device``), with every
+    """A complete model of one of the library's automatic classes on the CPU (a quantized one on ``device``), with every
     setting of the module docstring in effect; and whether the checkpoint lacks ``new_module``, the one module that may
     be missing.
     """
     is_float64 = dtype == torch.float64
-    quantising: dict[str, Any] = {}
+    # quantization: asked for by the run, or that of the checkpoint
+    quantizing: dict[str, Any] = {}
     how = None
-    if storage is not None and storage.quantise is not None:
-        how = storage.quantise
-        quantising = {"quantization_config": quantised.settings_of(how, dtype, storage.whole)}
-    comes_quantised = quantised.format_of(config) is not None
-    if comes_quantised:
-        capabilities.require("a base that comes quantised", f"model={path}")
-    if comes_quantised and storage is None and not is_narrow:
+    if storage is not None and storage.quantize is not None:
+        how = storage.quantize
+        quantizing = {
+            "quantization_config": quantized_layers.settings_of(how, dtype, storage.whole)
+        }
+    comes_quantized = quantized_layers.format_of(config) is not None
+    if comes_quantized:
+        capabilities.require("a base that comes quantized", f"model={path}")
+    if comes_quantized and storage is None and not is_narrow:
         raise ModelError(
-            f"model={path} comes quantised; expected weights in full precision here, which only the base under "
+            f"model={path} comes quantized; expected weights in full precision here, which only the base under "
             "adapters may lack; name the model it was made from"
         )
-    is_quantised = bool(quantising) or (comes_quantised and storage is not None)
-    if comes_quantised and storage is None:
-        quantised.ask_for_numbers(config, f"model={path}")
-    if is_quantised:
-        quantised.require_package(f"model={path}" if comes_quantised else f"quantise={how}")
-        quantising["device_map"] = {"": device}
+    is_quantized = bool(quantizing) or (comes_quantized and storage is not None)
+    if comes_quantized and storage is None:
+        quantized_layers.ask_for_numbers(config, f"model={path}")
+    if is_quantized:
+        extras.require("quant", f"model={path}" if comes_quantized else f"quantize={how}")
+        quantized_layers.quiet_import()
+        quantizing["device_map"] = {"": device}
+    # read the weights by the library
     needs_eager = is_float64 and architecture.num_experts(config.get_text_config())
     with (
         explain_load_errors(path, wanted),
         return_freed_memory(),
         torch.random.fork_rng(devices=[]),
         reading(storage),
-        quantised.reading_rows() if is_quantised else nullcontext(),
+        quantized_layers.reading_rows() if is_quantized else nullcontext(),
         _sharded_before_reading(shard),
         nullcontext() if streamed is None else streamed.reading_the_rest(),
     ):
@@ -202,10 +191,11 @@ def read_model(
             output_loading_info=True,
             **revision,
             **({"experts_implementation": "eager"} if needs_eager else {}),
-            **quantising,
+            **quantizing,
         )
     if shard is not None:
         _copy_shards(model)
+    # the checkpoint has every weight, but for a new module
     missing = {str(name) for name in report["missing_keys"]}
     is_new = f"{new_module}.weight" in missing
     if is_new:
@@ -213,12 +203,14 @@ def read_model(
     _require_complete(path, model, report)
     if is_float64:
         model.double()  # buffers too: from_pretrained leaves RoPE's frequencies in float32
+    # settings that training needs, and those that the library must have kept
     for module in model.modules():
         settings = getattr(module, "config", None)
         for name in ("use_cache", "output_router_logits"):
             if getattr(settings, name, False):
                 setattr(settings, name, False)
     require_attention(model, attention)
+    # no noise inside the model
     parts = {"config": architecture.text_config(model)}
     if architecture.takes_pictures(model.config):
         parts["config.vision_config"] = model.config.vision_config
@@ -235,13 +227,14 @@ def read_model(
                 f"{name} is {value}; expected 0: taut has no noise inside a model, since it would "
                 "depend on how samples are packed; set it to 0 in the model's config.json"
             )
+    # layers as taut computes and stores them
     faster_layers.install(model)
     if dtype == torch.bfloat16 and not is_narrow:
         widen_routers(model)
         narrow_experts(model)
     if storage is not None:
-        if is_quantised:
-            quantised.require_inside(model)
+        if is_quantized:
+            quantized_layers.require_inside(model)
         store(model, storage, widens_rows=shard is None or dtype != torch.bfloat16)
     if streamed is not None:
         streamed.attach(model, device)
@@ -256,10 +249,9 @@ def _sharded_before_reading(shard: ShardLayers | None) -> Iterator[None]:
     if shard is None:
         yield
         return
-    library: Any = (
-        PreTrainedModel  # tests/unit/models/test_load.py holds that the library still calls it
-    )
+    library: Any = PreTrainedModel
     converter: Any = Transpose
+    # tests/unit/models/test_load.py holds that the library still calls it
     read, transpose = library._load_pretrained_model, converter.convert
 
     def read_slices(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -333,6 +325,7 @@ def require_attention(model: PreTrainedModel, attention: str) -> None:
 
 def _require_complete(path: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
     """Refuse a checkpoint that would leave weights at random, or whose config.json drops a part of it."""
+    problems = []
     for kind, problem in (
         ("missing_keys", "lacks"),
         ("mismatched_keys", "has the wrong shape for"),
@@ -341,9 +334,9 @@ def _require_complete(path: str, model: PreTrainedModel, report: dict[str, Any])
             str(name[0] if isinstance(name, tuple) else name) for name in report.get(kind, ())
         )
         if names:
-            raise ModelError(
-                f"model={path} {problem} {len(names)} weight(s), {names[0]} the first; expected a complete "
-                "checkpoint; copy the files again"
+            problems.append(
+                f"{problem} {len(names)} weight(s), {names[0]} the first; expected a complete checkpoint; copy the "
+                "files again"
             )
     # Dropped: a further layer or expert like those of the model, or a further tensor of a module of the model. A value
     # head and layers for multi-token prediction are not among them.
@@ -360,12 +353,14 @@ def _require_complete(path: str, model: PreTrainedModel, report: dict[str, Any])
         and not any(f".layers.{number}." in name for number in further)
     )
     if names:
-        raise ModelError(
-            f"model={path} has {len(names)} weight(s) that its config.json leaves out, {names[0]} the first; expected "
-            "the config.json that they were saved with (num_hidden_layers, attention_bias and the like); copy it again"
+        problems.append(
+            f"has {len(names)} weight(s) that its config.json leaves out, {names[0]} the first; expected the "
+            "config.json that they were saved with; copy it again"
         )
     if report.get("error_msgs"):
-        raise ModelError(f"model={path} cannot be loaded: {report['error_msgs'][0]}")
+        problems.append(f"cannot be loaded: {report['error_msgs'][0]}")
+    if problems:
+        raise ModelError(f"model={path} {problems[0]}")
 
 
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
@@ -393,6 +388,7 @@ def frozen_names(model: nn.Module, patterns: list[str]) -> list[str]:
     frozen: dict[str, None] = {}
     parameters = dict(model.named_parameters())
     for pattern in patterns:
+        # the parameters that it names
         wanted = pattern.removeprefix("!")
         if share := _SHARE.fullmatch(wanted):
             sizes = [parameter.numel() for parameter in parameters.values()]
@@ -409,6 +405,7 @@ def frozen_names(model: nn.Module, patterns: list[str]) -> list[str]:
                 f"freeze pattern {pattern!r} matches no {what}; "
                 f"{architecture.suggest(wanted, list(parameters))}"
             )
+        # frozen, or let train again
         if wanted == pattern:
             frozen |= dict.fromkeys(matches)
         else:
@@ -443,10 +440,12 @@ def explain_load_errors(path: str, wanted: str) -> Iterator[None]:
             yield
     except TautError:
         raise
-    except _LIBRARY_ERRORS as error:
+    except Exception as error:  # a reader for each format, each with errors of its own
         if not Path(path).exists() and (reason := hub.explain(path, error)):
             raise ModelError(f"model={path}: {reason}") from error
         reason = " ".join(str(error).split())[:300]
+        if isinstance(error, SafetensorError):
+            reason += "; a file of its weights is cut or damaged; copy or fetch it again"
         raise ModelError(f"model={path} cannot be loaded as {wanted}: {reason}") from error
 
 
@@ -460,7 +459,7 @@ def load_config(
     user_path(path, "model")
     if Path(path).exists():
         _require_model_directory(path, needs_weights=needs_weights)
-    elif hub.NAME.fullmatch(path):
+    elif hub.NAME.fullmatch(path) and path[0] != ".":
         hub.settle()
     else:
         raise ModelError(
@@ -553,9 +552,8 @@ def require_language_model(path: str, config: PreTrainedConfig, key: str = "mode
     """Refuse unknown families, and reward models: the output head would be random, or the embedding."""
     if is_reward_config(config):
         raise ModelError(
-            f"{key}={path} is a reward model ({(config.architectures or [''])[0]}), which has a scalar head and no "
-            "output head; expected a causal language model; score with it (taut score), or name the model it was "
-            "trained from"
+            f"{key}={path} is a reward model ({(config.architectures or [''])[0]}); expected a causal language model; "
+            "score with it (taut score), or name the model it was trained from"
         )
     require_family(path, config)
 
@@ -612,21 +610,22 @@ def _require_model_directory(path: str, *, needs_weights: bool) -> None:
     memory, as they are meant.
     """
     directory = Path(path)
+    problem = ""
     if not directory.is_dir():
-        raise ModelError(
-            f"model={path} is a file; expected a model directory; name the folder that holds "
-            "config.json"
+        problem = "is a file; expected a model directory; name the folder that holds config.json"
+    elif (directory / "config.json").is_file():
+        pass
+    elif (directory / "adapter_config.json").is_file():
+        problem = (
+            f"is an adapter; expected a model; make one of it (taut merge BASE {path} out=DIR), or set model to its "
+            f"base and adapter={path} (lora.adapter to train it)"
         )
-    if not (directory / "config.json").is_file():
-        if (directory / "adapter_config.json").is_file():
-            raise ModelError(
-                f"model={path} is an adapter; expected a model; make one of it (taut merge BASE {path} out=DIR), or "
-                f"set model to its base and adapter={path} (lora.adapter to train it)"
-            )
+    else:
         near = f"; did you mean {directory / 'model'}?" if (directory / "model").is_dir() else ""
-        raise ModelError(
-            f"model={path} has no config.json; expected a model directory in Hugging Face format{near}"
-        )
+        problem = f"has no config.json; expected a model directory in Hugging Face format{near}"
+    if problem:
+        raise ModelError(f"model={path} {problem}")
+    # nothing to wait for: no pipes, no devices
     for file in sorted(directory.iterdir()):
         if file.is_dir() or not file.exists():  # a dangling link counts as no file
             continue
@@ -636,6 +635,7 @@ def _require_model_directory(path: str, *, needs_weights: bool) -> None:
             continue  # the model may not need it; the library reports one that it reads
         except OSError as error:
             raise _unreadable(file, error) from error
+    # indexes name files of the directory alone
     place = directory / "config.json"
     settings = {place: _read_table(place)}
     for index in filter(Path.is_file, (directory / name for name in INDEXES)):
@@ -644,6 +644,7 @@ def _require_model_directory(path: str, *, needs_weights: bool) -> None:
             raise _refusal(index, "weight_map is no table of file names")
         if odd := next((name for name in shards.values() if Path(name).name != name), None):
             raise _refusal(index, f"it names the weights {odd[:100]!r}; expected files next to it")
+    # sizes that the weights could have
     max_size = None
     if needs_weights:
         weights = [file for kind in ("*.safetensors", "*.bin") for file in directory.glob(kind)]
@@ -665,6 +666,7 @@ def _require_model_directory(path: str, *, needs_weights: bool) -> None:
                 raise _refusal(file, f"found {key}={shown}; expected {expected}")
     if not needs_weights:
         return
+    # weights that are the files themselves, and no pointers of git-lfs
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         name = f"{stem}.{suffix}"
         if (directory / name).is_file() or (directory / f"{name}.index.json").is_file():
@@ -677,6 +679,7 @@ def _require_model_directory(path: str, *, needs_weights: bool) -> None:
 
 
 def _read_table(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of the model."""
     try:
         table = files.read_json(path)
     except OSError as error:
@@ -689,7 +692,7 @@ def _read_table(path: Path) -> dict[str, Any]:
 
 
 def _expected_value(key: str, value: Any, max_size: int | None) -> str:
-    """What a value should be, where it is not that; empty where it is valid."""
+    """Describe the expected value of a setting; empty where ``value`` is valid."""
     if isinstance(value, float) and math.isnan(value):
         return "a number"
     if key == "architectures" and not isinstance(value, list | str | None):

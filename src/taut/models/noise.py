@@ -17,25 +17,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from taut.config import configclass
 from taut.errors import ModelError
 from taut.models import architecture
+from taut.models.settings import NoiseConfig
 from taut.types import Packed
-
-
-@configclass
-class NoiseConfig:
-    """Noise added in training."""
-
-    neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """NEFTune's alpha: scale of the noise on the embeddings, 5 to 15 in the paper. 0 disables it."""
 
 
 def remove_dropout(model: nn.Module) -> float:
@@ -82,9 +73,8 @@ class Noise:
             part = architecture.part_of(name) if architecture.has_parts(model) else "language_model"
             if part != "language_model":
                 raise ModelError(
-                    f"lora.dropout={p:g}, and {name.removesuffix('.lora_dropout')} is of the {part}, which sees "
-                    "pictures and not the tokens of samples, by which noise is drawn; set lora.dropout=0, or adapt the "
-                    "language_model only (lora.targets)"
+                    f"lora.dropout={p:g} with {name.removesuffix('.lora_dropout')} of the {part}: noise is drawn by "
+                    "token, and it sees pictures; set lora.dropout=0, or lora.targets=[language_model]"
                 )
             holder[adapter] = KeyedDropout(p, f"{name}.{adapter}", self)
 

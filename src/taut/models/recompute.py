@@ -1,4 +1,4 @@
-"""What a layer keeps from the forward to the backward pass (``activation_checkpointing``), and where.
+"""Tensors that a layer keeps from the forward to the backward pass (``activation_checkpointing``), and their place.
 
     false        everything that its operators save
     true         its inputs; the backward pass runs the layer again
@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,7 @@ from torch.utils.checkpoint import (
 
 from taut.errors import ConfigError
 from taut.models import architecture
-
-ActivationCheckpointing = bool | Literal["selective", "offload"]
+from taut.models.settings import ActivationCheckpointing
 
 PRODUCTS = {
     "aten::mm": (0, 1, 1),
@@ -67,17 +66,17 @@ def require_possible(
     how: ActivationCheckpointing, device: torch.device, attention: str, *, compiles: bool
 ) -> None:
     """Raise ConfigError where a setting would do nothing. ``attention``: the name of the backend."""
-    if how == "offload" and device.type == "cpu":
-        raise ConfigError(
-            "activation_checkpointing=offload on a CPU: what is kept is in the host's memory already; expected a GPU; "
-            "set activation_checkpointing=true"
-        )
+    problem = ""
     hides = "compile=true" if compiles else "attention=flex" if attention == "flex" else None
-    if how == "selective" and hides:
-        raise ConfigError(
-            f"activation_checkpointing=selective with {hides}: what a compiled kernel computes cannot be kept operator "
-            "by operator; expected one of the two; set activation_checkpointing=true, or take the other out"
+    if how == "offload" and device.type == "cpu":
+        problem = "on a CPU, whose memory is the host's; expected a GPU; set activation_checkpointing=true"
+    elif how == "selective" and hides:
+        problem = (
+            f"with {hides}: operators inside a compiled kernel cannot be kept; expected one of the two; set "
+            "activation_checkpointing=true, or take the other out"
         )
+    if problem:
+        raise ConfigError(f"activation_checkpointing={how} {problem}")
 
 
 def recompute_activations(
@@ -93,7 +92,10 @@ def recompute_activations(
     enable = method or inner.gradient_checkpointing_enable  # its name before transformers 5.23
     enable({"use_reentrant": False})
     function = Recompute(how) if how != "offload" else Offload(how, is_pinned=is_pinned)
-    if _has_biased_experts(model):
+    if any(
+        "experts" in name.split(".") and name.endswith("bias") and parameter.ndim > 1
+        for name, parameter in architecture.layers(model).named_parameters()
+    ):  # biases of experts, which the library adds to their products in place
         function.changed = {"aten::_grouped_mm"}
     for module in inner.modules():
         if getattr(module, "gradient_checkpointing", False):
@@ -101,7 +103,7 @@ def recompute_activations(
 
 
 def applied(layer: nn.Module) -> Recompute | None:
-    """What recomputes a layer; None: nothing, or something that is not set here."""
+    """Return the recomputation set on a layer here; None where there is none, or another library set it."""
     function = getattr(layer, "_gradient_checkpointing_func", None)
     is_on = getattr(layer, "gradient_checkpointing", False) and isinstance(function, Recompute)
     return function if is_on else None
@@ -120,14 +122,9 @@ class Recompute:
     def __call__(self, layer: Callable[..., Any], *inputs: Any) -> Any:
         # Reentrant checkpointing loses the gradient of adapters behind inputs that need none.
         if self.how == "selective":
-            return checkpoint(layer, *inputs, use_reentrant=False, context_fn=self._contexts)
+            contexts: Any = partial(create_selective_checkpoint_contexts, self._choose)
+            return checkpoint(layer, *inputs, use_reentrant=False, context_fn=contexts)
         return checkpoint(layer, *inputs, use_reentrant=False)
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        make: Any = create_selective_checkpoint_contexts  # it has no types
-        contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-        contexts = make(self._choose)
-        return contexts
 
     def _choose(
         self, context: Any, operator: Any, *arguments: Any, **keywords: Any
@@ -138,14 +135,6 @@ class Recompute:
             return CheckpointPolicy.PREFER_RECOMPUTE
         self.num_kept += not context.is_recompute
         return CheckpointPolicy.MUST_SAVE
-
-
-def _has_biased_experts(model: nn.Module) -> bool:
-    """Whether experts have biases, which the library adds to their products in place."""
-    return any(
-        "experts" in name.split(".") and name.endswith("bias") and parameter.ndim > 1
-        for name, parameter in architecture.layers(model).named_parameters()
-    )
 
 
 def _is_dear(name: str, arguments: Sequence[Any]) -> bool:
@@ -179,9 +168,8 @@ class Offload(Recompute):
     """Of the copies; None before the first one, and on a CPU."""
 
     def __call__(self, layer: Callable[..., Any], *inputs: Any) -> Any:
-        with saved_tensors_hooks(
-            self.pack, self.unpack
-        ):  # inside the layer, checkpoint's own hooks
+        with saved_tensors_hooks(self.pack, self.unpack):
+            # inside the layer, checkpoint's own hooks
             return super().__call__(layer, *inputs)
 
     def pack(self, tensor: Tensor) -> OnHost:

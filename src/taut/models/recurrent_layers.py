@@ -126,7 +126,7 @@ def _delta_rule(
         )
     assert others.get("initial_state") is None, "a forward with a layout has no cache"
     out_THV = recurrent.gated_delta_rule(
-        query[0], key[0], value[0], g[0], beta[0], taut_layout, normalise=use_qk_l2norm_in_kernel
+        query[0], key[0], value[0], g[0], beta[0], taut_layout, normalize=use_qk_l2norm_in_kernel
     )
     return out_THV.unsqueeze(0), None
 

@@ -22,7 +22,7 @@ other labels, and dropout before the head are refused.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +33,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from taut import capabilities
 from taut.errors import ModelError
-from taut.models import faster_layers
+from taut.io import capabilities
 from taut.models.architecture import head as head_of
 from taut.models.architecture import takes_pictures
-from taut.models.frozen import Storage
-from taut.models.heads import check_head, initialise, list_with_library, scalar_head
+from taut.models.cpu import faster_layers
+from taut.models.heads import check_head, initialize, list_with_library, scalar_head
+from taut.models.layerwise import StreamedLayers
 from taut.models.load import (
     ShardLayers,
     explain_load_errors,
@@ -48,20 +48,12 @@ from taut.models.load import (
     read_model,
     require_family,
 )
-from taut.models.streamed import StreamedLayers
+from taut.models.quantized.frozen_storage import Storage
+from taut.models.settings import NewHead
 
 HEAD = "score"
 RIGHT = frozenset({"label_1", "true", "right", "correct", "good", "positive", "yes", "+", "1"})
 """Names of the label that says that a step is right, in lower case; label_1 is the library's for the second one."""
-
-
-class NewHead(NamedTuple):
-    """The scalar head to train, and how it starts where the directory has none."""
-
-    kind: Literal["sequence", "process"] = "sequence"
-    """Read once per sequence, or at each step."""
-    bias: bool = False
-    seed: int = 0
 
 
 def load_reward_model(
@@ -82,6 +74,7 @@ def load_reward_model(
     ``head``: the head to train, which a reward model's own has to match; None: the directory must have one.
     """
     config = load_config(path, trust_remote_code)
+    # which head: the directory's own, or a new one
     may_lack_head = head is not None and not is_reward_config(config)
     right = _right_label(path, config, head)
     auto_class = _configure(path, config, head)
@@ -102,12 +95,14 @@ def load_reward_model(
         streamed=streamed,
         new_module=HEAD if may_lack_head else "",
     )
-    if right is not None:
-        _subtract(model, right)
+    if right is not None:  # one number of two: the right label's less the wrong one's
+        labels: Any = model
+        labels.score = _difference(labels.score.weight, labels.score.bias, right, 1 - right)
+        labels.config.num_labels = labels.num_labels = 1
     module = scalar_head(model)
     if head is not None:
         if is_new:
-            initialise(module, head.seed)
+            initialize(module, head.seed)
         has_bias = module.bias is not None
         if has_bias != head.bias:
             actual, wanted = ("a bias", "false") if has_bias else ("no bias", "true")
@@ -134,7 +129,7 @@ def reward_skeleton(
 
 
 def _right_label(path: str, config: PreTrainedConfig, head: NewHead | None) -> int | None:
-    """Which of a process model's two labels says that a step is right; None: it is no such model."""
+    """The label of a process model that says that a step is right; None for other models."""
     name = str((getattr(config, "architectures", None) or [""])[0])
     if head is not None or not name.endswith("ForTokenClassification") or config.num_labels != 2:
         return None
@@ -148,15 +143,6 @@ def _right_label(path: str, config: PreTrainedConfig, head: NewHead | None) -> i
     return found[0]
 
 
-@torch.no_grad()
-def _subtract(model: Any, right: int) -> None:
-    """Make one number of a head's two: the right label's less the wrong one's."""
-    two = model.score
-    model.score = _difference(two.weight, two.bias, right, 1 - right)
-    model.config.num_labels = model.num_labels = 1
-
-
-@torch.no_grad()
 def compare_tokens(model: Any, right: int, wrong: int) -> None:
     """Give a causal language model a scalar head: the logit of one token less that of another. Raises ModelError where
     that is no linear function of the hidden state.
@@ -170,6 +156,7 @@ def compare_tokens(model: Any, right: int, wrong: int) -> None:
     model.score = _difference(spec.weight, spec.bias, right, wrong, spec.scale)
 
 
+@torch.no_grad()
 def _difference(
     weight_VD: Tensor, bias_V: Tensor | None, right: int, wrong: int, scale: float = 1.0
 ) -> torch.nn.Linear:
@@ -185,25 +172,27 @@ def _difference(
 def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any:
     """The library's automatic class for this directory, with ``config`` set up for its scalar head."""
     is_reward_model = is_reward_config(config)
-    if not is_reward_model:
-        if head is None:
-            raise ModelError(
-                f"model={path} has no scalar head; expected a reward model; train one (taut reward), or name its "
-                "directory"
-            )
-        is_sequence = head.kind == "sequence" and not head.bias
-    else:
-        name = str((config.architectures or [""])[0])
+    name = str((config.architectures or [""])[0])
+    if is_reward_model:
         is_sequence = name.endswith("ForSequenceClassification")
-        if config.num_labels != 1 and _right_label(path, config, head) is None:
-            raise ModelError(
-                f"model={path} is a {name} with {config.num_labels} labels; expected one number: num_labels=1"
-            )
-        if head is not None and head.kind == "process" and is_sequence:
-            raise ModelError(
-                f"model={path} is a {name}, which gives one number for a sequence; expected a head that is read at "
-                "each step; start from the causal language model it was trained from"
-            )
+    else:
+        is_sequence = head is not None and head.kind == "sequence" and not head.bias
+    # the directory's own head, if it has one, is the one that is asked for
+    problem = ""
+    if not is_reward_model and head is None:
+        problem = "has no scalar head; expected a reward model; train one (taut reward), or name its directory"
+    elif not is_reward_model:
+        pass
+    elif config.num_labels != 1 and _right_label(path, config, head) is None:
+        problem = f"is a {name} with {config.num_labels} labels; expected one number: num_labels=1"
+    elif head is not None and head.kind == "process" and is_sequence:
+        problem = (
+            f"is a {name}, which gives one number for a sequence; expected a head that is read at each step; start "
+            "from the causal language model it was trained from"
+        )
+    if problem:
+        raise ModelError(f"model={path} {problem}")
+    # the library's class for it
     auto_class: Any = (
         AutoModelForSequenceClassification if is_sequence else AutoModelForTokenClassification
     )
@@ -214,10 +203,11 @@ def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any
     remote_classes = getattr(config, "auto_map", None) or {}
     if type(config) not in auto_class._model_mapping and auto_class.__name__ not in remote_classes:
         raise ModelError(
-            f"model={path}: transformers has no {auto_class.__name__} for {config.model_type}, so a reward model of it "
-            "could not be saved; expected an architecture that has one, like llama, qwen2, qwen3, mistral or gemma2"
+            f"model={path}: transformers has no {auto_class.__name__} for {config.model_type} that could be saved; "
+            "expected an architecture with one, like llama, qwen3 or gemma2"
             + ("; without a bias there may be one" if "Token" in auto_class.__name__ else "")
         )
+    # settings with which the library and servers read one number
     config.num_labels = 1
     config.problem_type = "regression"  # the number as it is: servers put no sigmoid on it
     config.id2label, config.label2id = {0: HEAD}, {HEAD: 0}

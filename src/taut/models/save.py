@@ -1,6 +1,6 @@
 """A trained model -> a model directory in Hugging Face format that stops where it should in any server.
 
-The stop set goes into generation_config exactly as it was derived (``data/stop_tokens.py``); its first id, the end of
+The stop set goes into generation_config exactly as it was derived (``render/stop_tokens.py``); its first id, the end of
 turn, becomes eos of tokenizer and config; the template in use is saved with the tokenizer. The pad token is never the
 end of turn where another candidate exists: tools that mask pads by id would unteach it. A reward model's pad ends no
 answer at all, since the library reads its score before the pads. Adapters are merged. The files that describe a model's
@@ -32,7 +32,7 @@ from taut.errors import OutputError
 from taut.io import files
 from taut.models import architecture, weight_files
 from taut.models.load import quiet_library
-from taut.models.lora import Whole, plain_groups, plain_skeleton
+from taut.models.lora.merge import Whole, plain_groups, plain_skeleton
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _PADS = (
@@ -75,11 +75,11 @@ def saving(
         tokenizer, stop_ids, template, has_scalar=not architecture.has_head(model)
     )
     with torch.no_grad(), quiet_library():
+        # the library's model, without contents, with the settings that a server reads
         plain: Any = plain_skeleton(model)
         nn.Module.to(plain, dtype=dtype)
-        configs: list[Any] = [
-            plain.config
-        ]  # and those of parts, where the library leaves the old dtype
+        # and those of parts, where the library leaves the old dtype
+        configs: list[Any] = [plain.config]
         configs += [getattr(plain.config, name, None) for name in plain.config.sub_configs]
         for config in configs:
             if isinstance(config, PreTrainedConfig):
@@ -93,6 +93,7 @@ def saving(
         if hasattr(plain, "generation_config"):  # a reward model does not generate
             plain.generation_config = generation_to_save(plain.generation_config, served, stop_ids)
         try:
+            # write next to the directory, and replace it when the block has ended
             with files.replacing_directory(directory) as partial:
                 weight_files.save(plain, plain_groups(model, whole), partial)
                 served.save_pretrained(partial)
@@ -102,8 +103,7 @@ def saving(
                 yield partial
         except (OSError, SafetensorError) as error:
             raise OutputError(
-                f"{directory} cannot be written: {error}; expected room and permission for the "
-                "model"
+                f"{directory} cannot be written: {error}; expected room and permission for the model"
             ) from error
 
 
@@ -179,10 +179,8 @@ def _require_same_ids(tokenizer: PreTrainedTokenizerBase, directory: Path) -> No
     actual = reread.encode(probe, add_special_tokens=False)
     if expected != actual:
         raise OutputError(
-            f"the tokenizer saved to {directory.name} reads back as {type(reread).__name__} and "
-            "gives other ids "
-            f"({actual[:5]}... for {expected[:5]}...); load the base model's tokenizer with "
-            "AutoTokenizer and save it again"
+            f"the tokenizer saved to {directory.name} reads back as {type(reread).__name__} and gives other ids "
+            f"({actual[:5]}... for {expected[:5]}...); load the base model's with AutoTokenizer and save it again"
         )
 
 

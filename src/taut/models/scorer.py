@@ -48,9 +48,9 @@ from taut.models.architecture import (
     run_backbone,
 )
 from taut.models.attention_backends import make_ahead
+from taut.models.cpu.cpu_matmul import product_into
+from taut.models.experts import RouterRecorder
 from taut.models.heads import Critic, OwnCritic, scalar, scalar_head
-from taut.models.products import product_into
-from taut.models.routers import RouterRecorder
 from taut.types import Divergence, Media, Packed, Scores, Wants, to_device
 
 MIN_CHUNK_ROWS = 256
@@ -58,8 +58,9 @@ MIN_CHUNK_ROWS = 256
 CHUNK_ELEMENTS = 2**24
 """Logits that exist at a time, unless MIN_CHUNK_ROWS makes it more."""
 CHUNK_SHARE = 64
-"""On a GPU they may take one part in so many of its memory: each chunk reads the head's weights, and reads and writes
-their gradient. The memory that happens to be free would make rounding depend on what else runs."""
+"""On a GPU, logits may take 1 / CHUNK_SHARE of its memory. Larger chunks are faster: each reads the head's weights, and
+reads and writes their gradient. The share is of all memory: by the
+memory that is free, rounding would depend on what else runs."""
 _traced_memory: ContextVar[int | None] = ContextVar("traced_memory", default=None)
 
 
@@ -126,8 +127,8 @@ class Scorer(nn.Module):
         return device_of(next(self.model.parameters()))
 
     def ready(self, packed: Packed) -> Packed:
-        """The micro-batch with all that the host does for a forward, which may be done before the one in front of it
-        has run.
+        """The micro-batch after the host's part of a forward, which may be done while the previous micro-batch runs on
+        the device.
         """
         packed = ready(self.model, packed)
         assert isinstance(packed.layout, Layout)
@@ -141,15 +142,18 @@ class Scorer(nn.Module):
         wants: Wants = Wants(),  # noqa: B008 (a NamedTuple)
     ) -> Scores:
         """Scores of the N listed targets and the R reads; see the module docstring for ``linear_N``."""
+        # the teacher runs first, so that its hidden states are not kept
         teacher_scores = None
         if wants.divergence is not None:
             assert self.teacher is not None, "a divergence is wanted, and there is no teacher"
             teacher_scores = self.teacher.run(packed, wants.divergence)
+        # a critic with a model of its own
         scalar_R, critic = None, self.critic
         if wants.scalar and isinstance(critic, OwnCritic):
             scalar_R = critic(packed)
             if not (wants.logp or wants.routers):
                 return Scores(scalar_R.new_empty(0), scalar_R=scalar_R)
+        # the backbone, once
         recording: AbstractContextManager[None] = nullcontext()
         prob_LE = count_LE = None
         if wants.routers:
@@ -159,6 +163,7 @@ class Scorer(nn.Module):
             packed, hidden_TD = run_backbone(self.model, packed)
         if wants.routers and self.routers is not None:
             prob_LE, count_LE = self.routers.sums()
+        # a scalar head on the same hidden states
         if wants.scalar and scalar_R is None:
             read_RD = hidden_TD.index_select(0, packed.read_R)
             read = partial(scalar, spec=scalar_head(self.model)) if critic is None else critic
@@ -166,6 +171,7 @@ class Scorer(nn.Module):
         if not wants.logp:
             nothing = hidden_TD.new_empty(0)
             return Scores(nothing, None, None, scalar_R, None, prob_LE, count_LE)
+        # logprobs of the targets, in chunks
         hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
         if linear_N is not None:
             (linear_N,) = to_device([linear_N], self.device)
@@ -178,7 +184,7 @@ class Scorer(nn.Module):
         return scores._replace(scalar_R=scalar_R, router_prob_LE=prob_LE, router_count_LE=count_LE)
 
     def inside(self, function: Callable[[nn.Module], Tensor]) -> Tensor:
-        """``function(model)``, where the model's weights are whole: a way in for what is not scoring."""
+        """Call ``function(model)`` while the model's weights are gathered, for computations other than scoring."""
         return function(self.model)
 
     def next_logits(
@@ -244,7 +250,9 @@ def chunk_elements(device: torch.device, dtype: torch.dtype) -> int:
 
 @contextmanager
 def traced_for(gpu_memory: int | None) -> Iterator[None]:
-    """Inside it tensors without contents are cut into chunks as on a GPU with this memory; None: as on a CPU."""
+    """Within the block, chunks have the size that they have on a GPU with this memory; None: on a CPU. For tensors
+    without contents.
+    """
     token = _traced_memory.set(gpu_memory)
     try:
         yield
@@ -349,7 +357,7 @@ class Sums:
     def like(
         self, hidden: Tensor, weight: Tensor, trained: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """All of them, in the dtypes of their inputs."""
+        """The gradients, in the dtypes of their inputs."""
         return (
             _cast(self.hidden, hidden),
             _cast(self.weight, weight),
@@ -373,9 +381,8 @@ class Sums:
             product_into(self.hidden[rows], narrow, self.chunks.weight.T)
             if taken is not None and trained is not None:
                 self.hidden[rows] += taken @ trained
-        if (
-            self.weight is not None
-        ):  # += grad^T hidden; the first chunk writes, so nothing is zeroed before
+        if self.weight is not None:
+            # += grad^T hidden; the first chunk writes, so nothing is zeroed before
             if narrow.dtype != self.weight.dtype:
                 product = narrow.T @ hidden
                 self.weight.copy_(product) if self.is_first else self.weight.add_(product)

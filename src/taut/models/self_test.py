@@ -2,13 +2,13 @@
 
 - Every attention layer calls the chosen function, once, and no mask of the library's demands more than the layers ask
   for.
-- A sample's logprobs do not change when its neighbour in the pack does (a neighbour longer than the sample included),
+- A sample's logprobs do not change when its neighbor in the pack does (a neighbor longer than the sample included),
   nor when a later token of its own does.
 - The chunked head, or the scalar head, gives the model's own logits.
 
 For a model with a scalar head, its number at each token takes the place of logprobs.
 
-A model with layers whose state does not follow the layout fails the neighbour test; it then runs one sample at a time,
+A model with layers whose state does not follow the layout fails the neighbor test; it then runs one sample at a time,
 which the caller records. Any other failure is an error that names the layer or the number.
 
 ``library_logps`` and ``library_scalars`` compute the same numbers through the library's own attention, for comparisons
@@ -39,25 +39,25 @@ from taut.types import Packed, Sample, Wants
 from taut.vision import tower
 
 LENGTHS = (24, 40)
-"""Tokens of the two probe samples; the neighbour is the longer one. Fewer where all samples are shorter."""
+"""Tokens of the two probe samples; the neighbor is the longer one. Fewer where all samples are shorter."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.5}
 """Largest difference of a logprob (nats) that is rounding, by compute dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
-    """What the self-test measured."""
+    """Measurements of the self-test."""
 
     num_attention_layers: int
     windows: tuple[int, ...]
-    neighbour: float
-    """Largest change of a logprob when the neighbour changes."""
+    neighbor: float
+    """Largest change of a logprob when the neighbor changes."""
     future: float
     """Largest change of a logprob when a later token changes."""
     head: float
-    """Largest difference between the chunked head's logprobs and those of the model's own logits."""
+    """Largest difference between the chunked head's logprobs and the logprobs by the model's own logits."""
     one_sample: str | None
-    """Why this model must run one sample at a time; None: it packs."""
+    """Reason to run this model one sample at a time; None where it packs."""
 
 
 def run_self_test(
@@ -69,45 +69,49 @@ def run_self_test(
     with evaluating(scorer), torch.no_grad(), compute:
         with observe() as seen:
             _outputs(scorer, pack([_probe("a", LENGTHS[0], scorer, seed=1)], ALONE))
-        neighbour, future = _perturb(scorer, max_length)
+        neighbor, future = _perturb(scorer, max_length)
         head = _head_difference(scorer)
+    # every layer called the chosen attention, and asked for its window
     expected, limit = architecture.attention_layer_count(scorer.model), TOLERANCE[dtype]
-    if len(seen.layers) != expected or len(set(seen.layers)) != expected:
-        raise AttentionError(
-            f"{len(set(seen.layers))} of {expected} attention layers of {name} called the chosen attention "
-            f"({len(seen.layers)} calls); expected each of them once; the model does not use the library's attention "
-            "interface throughout and cannot be trained exactly"
-        )
     unasked = {w for w in seen.windows_masked - seen.windows_called if w is not None}
-    if expected and unasked:
-        raise AttentionError(
+    problem = ""
+    if len(seen.layers) != expected or len(set(seen.layers)) != expected:
+        problem = (
+            f"{len(set(seen.layers))} of {expected} attention layers of {name} called the chosen attention "
+            f"({len(seen.layers)} calls); expected each of them once, by the library's attention interface; take "
+            "another model"
+        )
+    elif expected and unasked:
+        problem = (
             f"{name} masks a sliding window of {max(unasked)} that no attention layer asks for by keyword; it would "
             "be dropped, so the model is refused"
         )
-    if not head <= limit:
+    # the head's logits, causality, and neighbors in a pack
+    elif not head <= limit:
         raise ModelError(
             f"the head of {name} is not understood: its logits differ from taut's by {head:.3g} nats (at most "
-            f"{limit:g} is rounding); the architecture does more after the last layer than scale, bias and softcap; "
-            "please report it"
+            f"{limit:g} is rounding); expected no more than scale, bias and softcap after it; please report it"
         )
-    if not future <= limit:
-        raise AttentionError(
+    elif not future <= limit:
+        problem = (
             f"a later token changes an earlier logprob by {future:.3g} nats in {name}; taut trains causal language "
             "models"
         )
-    if not neighbour <= limit and not reasons:
-        raise AttentionError(
-            f"packed samples see each other in {name} ({neighbour:.3g} nats) and no layer with state across tokens "
+    elif not neighbor <= limit and not reasons:
+        problem = (
+            f"packed samples see each other in {name} ({neighbor:.3g} nats) and no layer with state across tokens "
             "was found to explain it; the model cannot be packed; please report it"
         )
+    if problem:
+        raise AttentionError(problem)
     windows = tuple(sorted(window for window in seen.windows_called if window is not None))
     return SelfTestResult(
-        len(seen.layers), windows, neighbour, future, head, "; ".join(reasons) or None
+        len(seen.layers), windows, neighbor, future, head, "; ".join(reasons) or None
     )
 
 
 def one_sample_reasons(model: nn.Module, max_length: int) -> list[str]:
-    """What in this architecture prevents packing."""
+    """List the reasons why this architecture cannot be packed."""
     reasons = []
     leaking = architecture.leaking_layers(model)
     if leaking:
@@ -126,7 +130,7 @@ def one_sample_reasons(model: nn.Module, max_length: int) -> list[str]:
 
 
 def _perturb(scorer: Scorer, max_length: int) -> tuple[float, float]:
-    """The largest change of a sample's logprobs when its neighbour changes, and when its own last token does."""
+    """The largest change of a sample's logprobs when its neighbor changes, and when its own last token does."""
     shorter, longer = (max(3, min(length, max_length)) for length in LENGTHS)
     long, short = _probe("a", longer, scorer, seed=1), _probe("b", shorter, scorer, seed=2)
     other = _probe("a", longer, scorer, seed=3)
@@ -138,8 +142,8 @@ def _perturb(scorer: Scorer, max_length: int) -> tuple[float, float]:
         for pair in ((long, short), (other, short), (long, late))
     )
     alone = _outputs(scorer, pack([short], ALONE))
-    neighbour = max(_gap(with_long, with_other), _gap(with_long, alone))
-    return neighbour, _gap(with_long[:-1], with_late[:-1])
+    neighbor = max(_gap(with_long, with_other), _gap(with_long, alone))
+    return neighbor, _gap(with_long[:-1], with_late[:-1])
 
 
 def _head_difference(scorer: Scorer) -> float:

@@ -19,7 +19,7 @@ A list of the teacher's k likeliest tokens and their log-probabilities can repla
                    divergence, equal to it where all tokens are listed, and 0 only where the student gives every listed
                    token the teacher's probability. r_t is held above the rounding error of a sum, so that reverse is
                    finite. T = 1: a list does not determine the remaining mass at another T
-    renormalise    forward only: the teacher has the listed tokens only, softmax(t / T) over them; the student keeps all
+    renormalize    forward only: the teacher has the listed tokens only, softmax(t / T) over them; the student keeps all
                    of its own, so it learns to give the others nothing
 
 A row is [V] of student and teacher, and exists in chunks only. The gradient with respect to the student's logits is
@@ -91,7 +91,7 @@ class ListedTeacher:
     """A teacher's likeliest tokens at each target, stored with the data: streams of the micro-batch."""
 
     def run(self, packed: Packed, how: Divergence) -> LikeliestTokens:
-        assert how.kind == "forward" or how.tail == "bucket", "renormalise is forward only"
+        assert how.kind == "forward" or how.tail == "bucket", "renormalize is forward only"
         return LikeliestTokens(how, packed.streams[TOP_IDS].long(), packed.streams[TOP_LOGP])
 
 
@@ -138,7 +138,7 @@ class LikeliestTokens(TeacherScores):
     def compare(self, rows: slice, s: Tensor) -> tuple[Tensor, Tensor]:
         ids, t = self.ids_Nk[rows].to(s.device), self.logp_Nk[rows].to(s)
         listed = s.gather(1, ids)
-        if self.how.tail == "renormalise":
+        if self.how.tail == "renormalize":
             t = (t / self.how.temperature).log_softmax(-1)
             p_t = t.exp()
             return _expected(p_t, t - listed)[0], s.exp().scatter_add_(1, ids, -p_t)
@@ -184,8 +184,8 @@ def _expected(p: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def teacher_streams(
     scorer: Scorer, packed: Packed, num: int, num_ids: int, temperature: float = 1.0
 ) -> dict[str, Tensor]:
-    """What a model says of the targets of a micro-batch, as streams: the logprob of each at a temperature, and the
-    ``num`` likeliest of the first ``num_ids`` tokens with their logprobs at temperature 1.
+    """Score the targets of a micro-batch, as streams: the logprob of each at a temperature, and the ``num`` likeliest
+    of the first ``num_ids`` tokens with their logprobs at temperature 1.
     """
 
     def read(model: nn.Module) -> Tensor:

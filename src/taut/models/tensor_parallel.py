@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from taut import capabilities
 from taut.errors import ModelError
-from taut.models import architecture, products
+from taut.io import capabilities
+from taut.models import architecture
+from taut.models.cpu import cpu_matmul
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,6 +66,7 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     library: Any = model
+    # the library's plan, without experts, for modules inside the layers
     rules = {**(library.tp_plan or {}), **RULES.get(model.config.model_type, {})}
     experts = tuple(name for name, style in rules.items() if style == "moe_tp_experts")
     rules = {name: style for name, style in rules.items() if not name.startswith(experts)}
@@ -76,6 +78,7 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     expanded = library._expand_parallel_plan(rules).items()
     plan: dict[str, str] = {name: style for name, style in expanded if is_inside(name)}
+    # a plan that taut knows, and heads that can be divided
     unknown = sorted(set(plan.values()) - set(STYLES))
     if unknown or not any(style.startswith(("colwise", "rowwise")) for style in plan.values()):
         found = f"divides a module by {unknown[0]}" if unknown else "divides none of its layers"
@@ -120,13 +123,13 @@ def divide_adapters(model: nn.Module) -> None:
 def _own_outputs(layer: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
     """This rank's outputs of a whole layer on a whole input."""
     weight = _Part.apply(layer.weight, mesh, 0)  # type: ignore[no-untyped-call]
-    return products.linear(_GradientSum.apply(x, mesh), weight)  # type: ignore[no-untyped-call]
+    return cpu_matmul.linear(_GradientSum.apply(x, mesh), weight)  # type: ignore[no-untyped-call]
 
 
 def _sum_of_inputs(layer: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
     """All outputs of a whole layer, of whose input each rank has a part."""
     weight = _Part.apply(layer.weight, mesh, 1)  # type: ignore[no-untyped-call]
-    summed: Tensor = _Sum.apply(products.linear(x, weight), mesh)  # type: ignore[no-untyped-call]
+    summed: Tensor = _Sum.apply(cpu_matmul.linear(x, weight), mesh)  # type: ignore[no-untyped-call]
     return summed
 
 

@@ -10,10 +10,10 @@ them. Full training learns the row; under adapters or freezing the row stays as 
 from other unused ones, and its answers never end. A row counts as never trained where it shows one of four signs, in
 the embedding or in the head:
 
-    zero       its norm is below 0.01 of the median row's (weight decay, or zero initialisation)
+    zero       its norm is below 0.01 of the median row's (weight decay, or zero initialization)
     twin       another row is closer than 0.05 of the median norm: tokens that never occur get the same updates and
                decay to the same vector
-    mean       it is closer than that to the mean row: how added tokens are initialised
+    mean       it is closer than that to the mean row: how added tokens are initialized
     initial    its norm is within three standard deviations of a random draw's, sigma * sqrt(D), and that holds for
                fewer than 1% of the rows
 
@@ -31,36 +31,19 @@ All of this runs before weights are sharded, and adding before adapters are appl
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import field
 
 import torch
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import configclass
-from taut.errors import ConfigError, ModelError
+from taut.errors import ModelError
 from taut.models import architecture
 from taut.models.load import load_tokenizer
+from taut.models.settings import TokensConfig
 
 ZERO = 0.01
 NEAR = 0.05
 MOST_INITIAL = 0.01
-
-
-@configclass
-class TokensConfig:
-    """Tokens to add to the vocabulary."""
-
-    add: list[str] = field(default_factory=list)
-    """Special tokens to add, each a single id that is never split. Existing tokens stay as they are."""
-
-    def __post_init__(self) -> None:
-        wrong = [token for token in self.add if not token or token != token.strip()]
-        if wrong or len(set(self.add)) != len(self.add):
-            raise ConfigError(
-                f"tokens.add={self.add} has an empty, padded or repeated token; list each once, "
-                "without spaces around"
-            )
 
 
 def add_tokens_to_tokenizer(tokenizer: PreTrainedTokenizerBase, config: TokensConfig) -> list[int]:

@@ -155,7 +155,7 @@ def _narrowed(
 def _describing(
     described: dict[str, tuple[dict[str, Tensor], dict[str, str]]],
 ) -> Iterator[None]:
-    """Inside, the library writes no tensors: ``described`` gets those of each file, and the file's metadata."""
+    """Keep the library from writing inside the block: ``described`` gets the tensors of each file, and its metadata."""
     library: Any = modeling_utils
     write, revert = library.safe_save_file, library.revert_weight_conversion
 

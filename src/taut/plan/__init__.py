@@ -4,5 +4,5 @@
     measured = memory.measure(built, packed, is_first=...)             the same, measured on a real micro-batch
 
 No weights are loaded. tracing.py traces a micro-batch, memory.py adds the effect of several ranks, rates.py predicts
-seconds, steps.py makes the micro-batches. docs/plan.md has the equations and their errors against measurements.
+seconds, workload.py makes the micro-batches. docs/plan.md has the equations and their errors against measurements.
 """

@@ -22,9 +22,9 @@ their gradients and their moments are whole on each rank. ``casts`` are one devi
 weights for the backward; with activation checkpointing of one layer. Ranks compute by the weights that they gather.
 
 Measured are the bytes of the allocator at the peak: on a GPU torch's own peak; on a CPU the sum of torch's allocations
-and frees, including the kernels' buffers, on top of what existed before. ``Ledger`` gives the live tensors by part.
-Neither is the process's resident set, which on a CPU also has the allocator's fragments. Measuring drops gradients, and
-leaves weights and optimizer state unchanged.
+and frees, including the kernels' buffers, on top of what existed before. ``Allocations`` gives the live tensors by
+part. Neither is the process's resident set, which on a CPU also has the allocator's fragments. Measuring drops
+gradients, and leaves weights and optimizer state unchanged.
 """
 
 from __future__ import annotations
@@ -41,28 +41,27 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig
 
-from taut.evals.reload import WHOLE
+from taut.evals.round_trip import WHOLE
 from taut.methods.method import RunConfig
-from taut.methods.reference import STREAM
+from taut.methods.settings import STREAM
 from taut.models import architecture
-from taut.models.frozen import host_memory
-from taut.plan.ledger import Ledger, Parts
+from taut.models.quantized.frozen_storage import host_memory
+from taut.plan.allocations import Allocations, Parts
 from taut.plan.models import (
     REFERENCE,
     TEACHER,
-    Held,
     Kernels,
+    ModelFootprint,
     Sizes,
     computed_together,
     rank_of,
 )
-from taut.plan.rollouts import Rollout, rollout_of
-from taut.plan.scoring import scoring_of
-from taut.plan.steps import Workload
+from taut.plan.rollouts import Rollout, rollout_of, scoring_of
 from taut.plan.tracing import Traced, known_parts, trace
+from taut.plan.workload import Workload
 from taut.run.setup import Built
-from taut.train.checkpoint import CheckpointConfig
-from taut.train.distributed import UNDIVIDED, ParallelConfig, local
+from taut.train.distributed import UNDIVIDED, local
+from taut.train.settings import CheckpointConfig, ParallelConfig
 from taut.train.trainer import backward
 from taut.types import Packed, Scores
 
@@ -123,6 +122,7 @@ def footprint(
     """
     num_shards, offloads = num_ranks // parallel.replicas, parallel.cpu_offload
     models = [computed_together(model, parallel.tensor) for model in traced.models]
+    # what a rank owns of each part, and the share that is of the traced whole
     every = _own(models, num_shards)
     own = _own(models, None) if offloads else every
     # what of a part is on one rank, by what the trace has of it
@@ -134,6 +134,7 @@ def footprint(
     for part, share in shares.items():
         parts[part] = int(parts[part] * share)
     parts["optimizer"] = own["optimizer"]
+    # what ranks gather for a layer, and the gradients that they reduce
     gathered = others = 0
     if num_ranks > 1 or offloads:
         gathered = _at_a_time(models[0].gathered)
@@ -141,7 +142,10 @@ def footprint(
         for model in models:
             if model.is_divided:
                 parts[model.part] += _at_a_time(model.gathered)
-                parts["gradients"] += _at_a_time(model.gradients) + model.reduced
+                parts["gradients"] += _at_a_time(model.gradients)
+                if model.gradients.layer:  # a layer's gradients, summed at a time
+                    parts["gradients"] += model.trained.layer
+    # copies for checkpoints, loading and saving
     staging = every["gradients"] + every["optimizer"] if stages else 0
     if is_host:
         parts["staging"] = staging
@@ -151,12 +155,17 @@ def footprint(
     loading = _loading(models, num_shards)
     if offloads:  # what is outside the layers is divided on the device
         loading = sum(_of_rank(m, None) + m.weights.rest * m.is_divided for m in models)
+    # on the host, what a rank reads of a model; of one that is quantized on the way, a layer
+    reading = 0
+    for model in () if is_host else models:
+        is_quantized = 2 * model.weights.all < 3 * model.num_parameters
+        reading = max(reading, 4 * model.group if is_quantized else _read(model, num_shards))
     return Footprint(
         parts=parts,
         loading=loading,
         staging=staging,
         offloaded=traced.offloaded + sum(every.values()) - sum(own.values()),
-        reading=0 if is_host else max(_on_the_way(model, num_shards) for model in models),
+        reading=reading,
         saving=saved,
         ending=held + saved if is_host else held,
         generating=0 if rollout is None else held + rollout.bytes + gathered,
@@ -164,7 +173,7 @@ def footprint(
     )
 
 
-def saving(policy: Held, *, merges: bool) -> int:
+def saving(policy: ModelFootprint, *, merges: bool) -> int:
     """The bytes on the host of the first rank while a run's result is saved. The model is written a layer at a time
     (whole, merged and in the dtype of the file), and then read and compared: whole in float32 if it is small, else what
     stands outside its layers, and a layer that is compared with the merged one. Adapters are compared on the base as
@@ -179,8 +188,8 @@ def saving(policy: Held, *, merges: bool) -> int:
     return max(read + 3 * at_a_time, base)
 
 
-def _own(models: Sequence[Held], num_shards: int | None) -> Parts:
-    """The bytes of a rank's own parts; None: of what it has whole alone."""
+def _own(models: Sequence[ModelFootprint], num_shards: int | None) -> Parts:
+    """The bytes of a rank's own parts; without ``num_shards``, only of what every rank has whole."""
     own = {
         part: sum(_of_rank(model, num_shards) for model in models if model.part == part)
         for part in {model.part for model in models}
@@ -197,30 +206,23 @@ def _at_a_time(sizes: Sizes) -> int:
     return min(sizes.rest + 3 * sizes.layer, sizes.all + sizes.layer)
 
 
-def _of_rank(model: Held, num_shards: int | None) -> int:
-    """The bytes of a rank's own part of a model's weights; None: of what it has whole."""
+def _of_rank(model: ModelFootprint, num_shards: int | None) -> int:
+    """The bytes of a rank's own part of a model's weights; without ``num_shards``, of what every rank has whole."""
     if not model.is_divided:
         return model.weights.all
     return rank_of(model.weights.all, model.whole.weights, num_shards)
 
 
-def _read(model: Held, num_shards: int) -> int:
+def _read(model: ModelFootprint, num_shards: int) -> int:
     """The bytes that a rank reads of a model."""
     rest = model.weights.rest if model.is_divided else model.weights.all
     return rest + (model.weights.all - rest) // num_shards
 
 
-def _on_the_way(model: Held, num_shards: int) -> int:
-    """The bytes on the host while a model is read: all that a rank reads, or a layer that is quantised on the way."""
-    is_quantised = 2 * model.weights.all < 3 * model.num_parameters
-    return 4 * model.group if is_quantised else _read(model, num_shards)
-
-
-def _loading(models: Sequence[Held], num_shards: int) -> int:
+def _loading(models: Sequence[ModelFootprint], num_shards: int) -> int:
     """The most that is in memory while models are read one after the other: of those that train, each rank reads its
     part of the layers and all that is outside them, which is divided once all of these are there.
     """
-
     first = [model for model in models if not model.is_apart]
     most = sum(_read(model, num_shards) for model in first)
     here = sum(_of_rank(model, num_shards) for model in first)
@@ -267,9 +269,9 @@ def needs(
     num_ranks: int = 1,
     packed: Packed | None = None,
 ) -> Footprint:
-    """What a configuration would take of each rank: loading, generating, scoring, the largest of its first steps,
-    saving. ``packed``: instead a step of this micro-batch. Raises ModelError for a model that cannot run on fake
-    tensors.
+    """Predict the memory that a configuration takes of each rank: loading, generating, scoring, the largest of its
+    first steps, saving. ``packed``: instead a step of this micro-batch. Raises ModelError for a model that cannot run
+    on fake tensors.
     """
     if packed is None:
         prediction = predict_steps(run, config, kernels, work, num_ranks=num_ranks)
@@ -348,7 +350,7 @@ def predict_steps(
 
 @dataclass(frozen=True)
 class Measured:
-    """One micro-batch, forward and backward."""
+    """Memory and time of one micro-batch, forward and backward."""
 
     bytes: int
     """Bytes of the allocator at the peak, with weights, gradients and optimizer state."""
@@ -361,6 +363,7 @@ def measure(built: Built, packed: Packed, *, is_first: bool) -> Measured:
     trainer, model = built.trainer, built.scorer
     act = partial(_run, built, packed)
     model.train()
+    # time, without a profiler
     act()  # warm-up
     if is_first:
         trainer.optimizer.zero_grad()
@@ -371,6 +374,7 @@ def measure(built: Built, packed: Packed, *, is_first: bool) -> Measured:
     seconds = time.perf_counter() - began
     if is_first:
         trainer.optimizer.zero_grad()
+    # then memory
     before = held_tensors(built)
     peak = peak_bytes(act, before, trainer.ranks.device)
     trainer.optimizer.zero_grad()
@@ -386,18 +390,21 @@ def measured_parts(built: Built, packed: Packed, *, is_first: bool) -> Parts:
     inner = model.get_submodule("model")
     vocabulary = architecture.head(inner).weight.shape[0] if architecture.has_head(inner) else None
     apart, known = _apart(built), known_parts(model)
+    # what exists before is known by part; the rest is told by its allocation
     known[TEACHER] = [*known[TEACHER], *apart.pop(TEACHER)]
-    ledger = Ledger({**apart, "optimizer": tensors_of(trainer.optimizer), **known}, vocabulary)
-    handles = ledger.watch_gradients(model.parameters())
-    handles.append(model.register_forward_hook(lambda *_: ledger.end_forward()))
+    allocations = Allocations(
+        {**apart, "optimizer": tensors_of(trainer.optimizer), **known}, vocabulary
+    )
+    handles = allocations.watch_gradients(model.parameters())
+    handles.append(model.register_forward_hook(lambda *_: allocations.end_forward()))
     try:
-        with ledger:
+        with allocations:
             _run(built, packed)
     finally:
         for handle in handles:
             handle.remove()
     trainer.optimizer.zero_grad()
-    return ledger.history().peak()
+    return allocations.history().peak()
 
 
 def _run(built: Built, packed: Packed) -> None:
@@ -415,7 +422,7 @@ def _run(built: Built, packed: Packed) -> None:
 
 
 def held_tensors(built: Built) -> list[Tensor]:
-    """What a run holds before a micro-batch: models, gradients, moments."""
+    """Tensors that a run holds before a micro-batch: models, gradients, moments."""
     known, apart = known_parts(built.scorer).values(), _apart(built).values()
     return [*itertools.chain(*known, *apart), *tensors_of(built.trainer.optimizer)]
 
@@ -450,6 +457,7 @@ def peak_bytes(act: Callable[[], object], before: Iterable[Tensor], device: torc
         torch.cuda.reset_peak_memory_stats(device)
         act()
         return torch.cuda.max_memory_allocated(device)
+    # on a CPU: what existed, and the sum of allocations and frees
     own = [local(tensor).untyped_storage() for tensor in before]
     storages = {storage.data_ptr(): storage.nbytes() for storage in own}
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's message on stderr

@@ -21,20 +21,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from taut.inference.open import inference_dtype
+from taut.inference.factory import inference_dtype
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.attention_backends import PREFIX
-from taut.models.experts import narrow_experts, widen_routers
-from taut.models.frozen import store
+from taut.models.experts import narrow_experts, recorder_of, widen_routers
 from taut.models.heads import Critic, OwnCritic, SharedCritic
 from taut.models.load import freeze, is_reward_config, load_config, load_skeleton, set_attention
-from taut.models.lora import LoraConfig, apply_lora
-from taut.models.quantised import pretend, pretended
+from taut.models.lora.adapters import apply_lora
+from taut.models.quantized.frozen_storage import store
+from taut.models.quantized.quantized_layers import pretend, pretended
 from taut.models.recompute import recompute_activations
 from taut.models.reward_model import compare_tokens, reward_skeleton
-from taut.models.routers import recorder_of
 from taut.models.scorer import Scorer
+from taut.models.settings import LoraConfig
 from taut.models.teacher import ListedTeacher, ModelTeacher
 from taut.rewards.judge import RewardModel
 from taut.rewards.registry import models_of
@@ -51,13 +51,13 @@ Configs = Mapping[str, PreTrainedConfig]
 
 
 class Kernels(NamedTuple):
-    """What the memory of the computation depends on."""
+    """Settings of the computation that its memory depends on."""
 
     dtype: torch.dtype
     attention: str
     """Its name in the library's registry."""
     gpu_memory: int | None = None
-    """Of the GPU, in bytes: the head's chunks are a part of it. None: a CPU."""
+    """Memory of the GPU in bytes, of which the head's chunks take a part; None on a CPU."""
     is_sharded: bool = False
     """Whether there are several ranks, which gather the weights of a layer while it runs."""
 
@@ -73,7 +73,7 @@ class Kernels(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Bytes of parameters: all of them, those of the largest layer, and those outside the layers."""
+    """Bytes of parameters: in all, in the largest layer, and outside the layers."""
 
     all: int
     layer: int
@@ -92,20 +92,20 @@ class Whole(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
-    """A model that a rank holds; bytes are those of all of it."""
+class ModelFootprint:
+    """A model that a rank holds; bytes are of the whole model."""
 
     part: str
     weights: Sizes
-    """As they are stored."""
+    """Weights in their stored dtype."""
     trained: Sizes = NOTHING
-    """What trains of them: the size of its gradients."""
+    """Part of the weights that trains, as large as its gradients."""
     optimizer: int = 0
     whole: Whole = Whole()  # noqa: RUF009 (a NamedTuple)
     gathered: Sizes = NOTHING
-    """What the ranks divide of the weights, in the dtype in which it is gathered."""
+    """Part of the weights that the ranks divide, in the dtype in which it is gathered."""
     gradients: Sizes = NOTHING
-    """What trains of that, in the same dtype."""
+    """Part of the gathered weights that trains, in that dtype."""
     group: int = 0
     """Numbers in its largest layer, or in a module outside of them: what is in memory at a time while it is saved."""
     is_divided: bool = True
@@ -117,14 +117,9 @@ class Held:
     num_hidden: int = 0
     """Numbers of a token that its layers pass on, all together."""
     flops: architecture.Flops | None = None
-    """What a token and a pair take of it, forward and backward; None: it runs in no micro-batch."""
+    """Operations for a token and a pair, forward and backward; None where the model runs in no micro-batch."""
     is_apart: bool = False
     """Whether it runs while no activations are kept: it adds what it holds, and is not traced."""
-
-    @property
-    def reduced(self) -> int:
-        """The bytes of a layer's gradients that ranks sum at a time."""
-        return self.trained.layer if self.gradients.layer else 0
 
     @property
     def counted(self) -> int:
@@ -134,7 +129,7 @@ class Held:
         return self.gathered.all + self.whole.weights
 
 
-def computed_together(model: Held, tensor: int) -> Held:
+def computed_together(model: ModelFootprint, tensor: int) -> ModelFootprint:
     """The model where so many ranks compute a layer together: of what is divided, that outside the layers is in as many
     more copies, and of a layer each gathers its part.
     """
@@ -148,6 +143,7 @@ def computed_together(model: Held, tensor: int) -> Held:
         inside = sizes.all - sizes.rest
         return Sizes(sizes.rest + inside // tensor, sizes.layer // tensor, sizes.rest)
 
+    # moments of the further copies
     more = (tensor - 1) * model.trained.rest / max(1, model.trained.all)
     moments = model.optimizer - model.whole.optimizer
     return replace(
@@ -161,7 +157,7 @@ def computed_together(model: Held, tensor: int) -> Held:
 
 
 def rank_of(size: int, whole: int, num_shards: int | None) -> int:
-    """The bytes of a rank, where ``whole`` of them are whole on each; None: without its shard of the others."""
+    """The bytes of a rank: ``whole``, which every rank has, and its shard of the others, if ``num_shards`` is given."""
     return whole + (0 if num_shards is None else (size - whole) // num_shards)
 
 
@@ -188,18 +184,35 @@ def model_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
 def planned_scorer(run: RunConfig, configs: Configs, kernels: Kernels) -> Scorer:
     """The root of a run's forwards on the meta device: policy, critic and teacher; weights as they are stored."""
     policy = planned_model(run, configs[POLICY], kernels)
-    models = run.models()
+    settings, taught = run.models().critic, run.models().teacher
+    # a critic of its own, or a head on the policy
     critic: Critic | None = None
-    if models.critic is not None and CRITIC in configs:
-        critic = OwnCritic(_planned_critic(run, configs[CRITIC], kernels))
-    elif models.critic is not None:
-        critic = _shared_critic(policy, kernels, detach=models.critic.detach)
+    if settings is not None and CRITIC in configs:
+        config = copy.deepcopy(configs[CRITIC])
+        head = None if is_reward_config(config) else NEW_HEAD
+        path = settings.model or run.model
+        base = _as_read(reward_skeleton(path, config, head, run.trust_remote_code), kernels)
+        model = apply_lora(base, LoraConfig(rank=settings.lora_rank), run.seed)
+        recompute_activations(model, run.activation_checkpointing)
+        critic = OwnCritic(model.train())
+    elif settings is not None:
+        critic = SharedCritic.__new__(SharedCritic)
+        nn.Module.__init__(critic)
+        dtype = torch.promote_types(kernels.dtype, torch.float32)
+        size = architecture.text_config(policy).hidden_size
+        critic.score = nn.Linear(size, 1, device="meta", dtype=dtype)
+        critic.detach = settings.detach
+    # a teacher in the compute dtype, or its logprobs from a file
     teacher: ModelTeacher | ListedTeacher | None = None
     if TEACHER in configs:
-        teacher = ModelTeacher(_planned_teacher(run, configs, kernels))
+        assert taught is not None and taught.teacher is not None
+        config = copy.deepcopy(configs[TEACHER])
+        frozen = load_skeleton(taught.teacher, config, run.trust_remote_code)
+        set_attention(frozen, kernels.attention)
+        teacher = ModelTeacher(nn.Module.to(frozen, kernels.dtype))
         rows = [architecture.head(m).weight.shape[0] for m in (policy, teacher.scorer.model)]
         teacher.num_rows = None if rows[0] == rows[1] else min(rows)
-    elif models.teacher is not None:
+    elif taught is not None:
         teacher = ListedTeacher()
     return Scorer(policy, teacher, critic, recorder_of(policy, run.router))
 
@@ -231,8 +244,8 @@ def _has_adapters(run: RunConfig, part: str) -> bool:
 
 
 def _whole(model: nn.Module, *, has_adapters: bool) -> set[nn.Parameter]:
-    """What every rank has whole of a model that they divide: what trains in the layers next to adapters, routers and
-    scalar heads.
+    """Parameters that every rank has whole of a divided model: those that train in the layers next to adapters, routers
+    and scalar heads.
     """
     layers = architecture.layers(model).parameters()
     trained = {parameter for parameter in layers if has_adapters and parameter.requires_grad}
@@ -253,9 +266,9 @@ def planned_model(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) ->
     base = _as_read(skeleton(run, config), kernels)
     storage = storage_for(run, config, kernels.dtype, kernels.device)
     if storage is not None:
-        how = storage.quantise or pretended(config)
+        how = storage.quantize or pretended(config)
         if how is not None:
-            pretend(base, how, storage.whole, has_experts=storage.quantise is not None)
+            pretend(base, how, storage.whole, has_experts=storage.quantize is not None)
         store(base, storage, widens_rows=not kernels.by_weights)
     return adapted(run, base)
 
@@ -269,47 +282,15 @@ def adapted(run: RunConfig, base: PreTrainedModel) -> nn.Module:
     return model.train()
 
 
-def _planned_critic(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
-    settings, config = run.models().critic, copy.deepcopy(config)
-    assert settings is not None
-    head = None if is_reward_config(config) else NEW_HEAD
-    path = settings.model or run.model
-    base = _as_read(reward_skeleton(path, config, head, run.trust_remote_code), kernels)
-    model = apply_lora(base, LoraConfig(rank=settings.lora_rank), run.seed)
-    recompute_activations(model, run.activation_checkpointing)
-    return model.train()
-
-
-def _shared_critic(policy: nn.Module, kernels: Kernels, *, detach: bool) -> SharedCritic:
-    critic = SharedCritic.__new__(SharedCritic)
-    nn.Module.__init__(critic)
-    dtype = torch.promote_types(kernels.dtype, torch.float32)
-    size = architecture.text_config(policy).hidden_size
-    critic.score = nn.Linear(size, 1, device="meta", dtype=dtype)
-    critic.detach = detach
-    return critic
-
-
-def _planned_teacher(run: RunConfig, configs: Configs, kernels: Kernels) -> nn.Module:
-    config = run.models().teacher
-    assert config is not None and config.teacher is not None
-    settings = copy.deepcopy(configs[TEACHER])
-    model = load_skeleton(config.teacher, settings, run.trust_remote_code)
-    set_attention(model, kernels.attention)
-    return nn.Module.to(model, kernels.dtype)
-
-
 def _as_read(base: PreTrainedModel, kernels: Kernels) -> PreTrainedModel:
-    """With the dtype and the attention of a model that is read to train."""
+    """Give a skeleton the dtype and the attention of a model that is read to train."""
     base.double() if kernels.dtype == torch.float64 else base.float()  # type: ignore[no-untyped-call]
     if kernels.dtype == torch.bfloat16:
         widen_routers(base)
         narrow_experts(base)
         text: Any = base.config.get_text_config()
-        if (
-            getattr(text, "_experts_implementation", None) == "eager"
-        ):  # its shapes are the router's choice
-            text._experts_implementation = "grouped_mm"
+        if getattr(text, "_experts_implementation", None) == "eager":
+            text._experts_implementation = "grouped_mm"  # eager: its shapes are the router's choice
     set_attention(base, kernels.attention)
     return base
 
@@ -317,8 +298,11 @@ def _as_read(base: PreTrainedModel, kernels: Kernels) -> PreTrainedModel:
 # -- what they hold
 
 
-def held(run: RunConfig, scorer: Scorer, kernels: Kernels) -> tuple[Held, ...]:
-    """What each model of a run takes, of a planned scorer with weights as they are stored; the policy first."""
+def held(run: RunConfig, scorer: Scorer, kernels: Kernels) -> tuple[ModelFootprint, ...]:
+    """Footprint of each model of a run, from a planned scorer whose weights have their stored dtypes; the policy
+    first.
+    """
+    # policy, critic and teacher run in a micro-batch; the others are apart
     layers = architecture.layers(scorer.model)
     states = state_sizes(scorer, run.resolved_optim, layers)
     models = deep(scorer)
@@ -329,7 +313,9 @@ def held(run: RunConfig, scorer: Scorer, kernels: Kernels) -> tuple[Held, ...]:
         own = list(scorer.critic.parameters())
         size, count = sum(p.nbytes for p in own), sum(p.numel() for p in own)
         sizes, whole = Sizes(size, 0, size), Whole(size, size, sum(states[p] for p in own))
-        found.append(Held(CRITIC, sizes, sizes, whole.optimizer, whole, num_parameters=count))
+        found.append(
+            ModelFootprint(CRITIC, sizes, sizes, whole.optimizer, whole, num_parameters=count)
+        )
     if TEACHER in models:
         found.append(_held(run, TEACHER, models[TEACHER], {}, kernels))
     found += [replace(model, is_apart=True) for model in _apart(run, found[0], kernels)]
@@ -338,12 +324,15 @@ def held(run: RunConfig, scorer: Scorer, kernels: Kernels) -> tuple[Held, ...]:
 
 def _held(
     run: RunConfig, part: str, model: nn.Module, states: Mapping[Tensor, int], kernels: Kernels
-) -> Held:
+) -> ModelFootprint:
     trained = [p for p in model.parameters() if p.requires_grad]
     whole = _whole(model, has_adapters=_has_adapters(run, part))
     divided = [p for p in model.parameters() if p not in whole]
     narrow = kernels.dtype if kernels.by_weights else None
-    return Held(
+    # the largest layer or table is in memory at a time while it is saved
+    layers = [architecture.num_weights(layer) for layer in architecture.layers(model)]
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    return ModelFootprint(
         part=part,
         weights=sizes_of(model, model.parameters()),
         trained=sizes_of(model, trained),
@@ -355,18 +344,17 @@ def _held(
         ),
         gathered=sizes_of(model, divided, narrow),
         gradients=sizes_of(model, [p for p in divided if p.requires_grad], narrow),
-        group=_largest_group(model),
+        group=max([*layers, *(table.numel() for table in tables)]),
         num_parameters=architecture.num_weights(model),
-        num_outside=architecture.num_weights(model)
-        - sum(architecture.num_weights(layer) for layer in architecture.layers(model)),
+        num_outside=architecture.num_weights(model) - sum(layers),
         num_trained=sum(p.numel() for p in trained),
-        num_hidden=len(architecture.layers(model)) * architecture.text_config(model).hidden_size,
+        num_hidden=len(layers) * architecture.text_config(model).hidden_size,
         flops=architecture.flops(model),
     )
 
 
-def _apart(run: RunConfig, policy: Held, kernels: Kernels) -> Iterator[Held]:
-    """What stands next to a micro-batch: a reference, teachers that score completions, and reward models."""
+def _apart(run: RunConfig, policy: ModelFootprint, kernels: Kernels) -> Iterator[ModelFootprint]:
+    """Footprints of models beside a micro-batch: a reference, teachers that score completions, and reward models."""
     reference, teachers = run.models().reference, run.models().completions
     if reference is not None and reference.file is None:  # else its logprobs are in a file
         yield _frozen(run, REFERENCE, reference.model, policy, kernels)
@@ -378,11 +366,13 @@ def _apart(run: RunConfig, policy: Held, kernels: Kernels) -> Iterator[Held]:
     yield from _judges(run, kernels)
 
 
-def _frozen(run: RunConfig, part: str, path: str | None, policy: Held, kernels: Kernels) -> Held:
-    """A model as it is read; None: a copy of what trains of the policy."""
+def _frozen(
+    run: RunConfig, part: str, path: str | None, policy: ModelFootprint, kernels: Kernels
+) -> ModelFootprint:
+    """Footprint of the model at ``path``; without a path, of a copy of the policy's tensors that train."""
     if path is None:
         copied = policy.trained._replace(layer=0, rest=0)
-        return Held(part, copied, whole=Whole(policy.whole.trained))
+        return ModelFootprint(part, copied, whole=Whole(policy.whole.trained))
     other = frozen_model(run, path, kernels, model_config(path, run.trust_remote_code))
     return _held(run, part, other, {}, kernels)
 
@@ -395,7 +385,7 @@ def frozen_model(
     return model.requires_grad_(requires_grad=False)
 
 
-def _judges(run: RunConfig, kernels: Kernels) -> Iterator[Held]:
+def _judges(run: RunConfig, kernels: Kernels) -> Iterator[ModelFootprint]:
     for judge in judges_of(run, kernels):
         config = model_config(judge.model, judge.trust_remote_code)
         model = judge_model(judge, kernels, config)
@@ -441,13 +431,6 @@ def sizes_of(
     ]
     total = sum(sizes.values())
     return Sizes(total, max(layers), total - sum(layers))
-
-
-def _largest_group(model: nn.Module) -> int:
-    """The numbers of a model's largest layer or table."""
-    layers = [architecture.num_weights(layer) for layer in architecture.layers(model)]
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    return max([*layers, *(table.numel() for table in tables)])
 
 
 # -- fewer layers

@@ -9,7 +9,7 @@ of targets, d on an update of those layers; nothing is fitted to a whole model.
 
 For a GPU that this machine lacks (``GPUS``) a micro-batch takes the longest of
 
-    operations / (UTILISATION * peak)       matrix products: of the layers and heads of all models
+    operations / (UTILIZATION * peak)       matrix products: of the layers and heads of all models
     bytes / bandwidth                       every weight cast and read, activations written and read, gradients written
     operators * LAUNCH                      each operator dispatched
 
@@ -32,17 +32,18 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from taut.attention.layout import Layout
 from taut.methods.method import RunConfig
-from taut.models import architecture, faster_layers
+from taut.models import architecture
+from taut.models.cpu import faster_layers
 from taut.models.load import quiet_library
 from taut.models.precision import backward_context, compute_context
-from taut.models.recompute import ActivationCheckpointing
 from taut.models.scorer import Scorer, score_hidden
+from taut.models.settings import ActivationCheckpointing
 from taut.plan.models import (
     CRITIC,
     REFERENCE,
     TEACHER,
-    Held,
     Kernels,
+    ModelFootprint,
     adapted,
     computed_together,
     period,
@@ -51,8 +52,9 @@ from taut.plan.models import (
     with_layers,
 )
 from taut.plan.tracing import Traced
-from taut.train.distributed import UNDIVIDED, ParallelConfig
+from taut.train.distributed import UNDIVIDED
 from taut.train.optim import build_optimizer
+from taut.train.settings import ParallelConfig
 from taut.types import Packed
 
 Clock = Callable[[], float]
@@ -63,7 +65,7 @@ SMALL_VOCABULARY = 1024
 FEW = 8
 """Targets of the smaller timed head."""
 REPEATS = 3
-UTILISATION = 0.4
+UTILIZATION = 0.4
 """Assumed fraction of a GPU's dense peak in a training step. Not measured."""
 NARROW = 2
 """Bytes of a weight that is multiplied, in bfloat16."""
@@ -136,7 +138,7 @@ class Seconds:
     transfer: float = 0.0
     """Between the device and its host."""
     generating: float = 0.0
-    """Of completions in this process."""
+    """Seconds of generating completions in this process."""
     source: str = "measured here on a few layers"
 
     @property
@@ -178,10 +180,11 @@ def from_data_sheet(
     """The seconds of a step on a GPU of ``GPUS``; ``works``: one rank's micro-batches."""
     gpu, models, together = GPUS[name], traced.models, parallel.tensor
     num_shards = num_ranks // parallel.replicas
-    speed, bandwidth = UTILISATION * gpu.tflops * 1e12, gpu.gb_per_second * 1e9
+    speed, bandwidth = UTILIZATION * gpu.tflops * 1e12, gpu.gb_per_second * 1e9
     weights = sum(moved(model) for model in models)
     activations = 2 * traced.parts()["activations"] / traced.num_tokens
     launches = LAUNCH * traced.operators * (1 + traced.passes / 3)
+    # each micro-batch takes what bounds it: products, memory or launches
     compute = sum(
         max(
             operations(traced, work, recomputes=recomputes, together=together) / speed,
@@ -190,9 +193,11 @@ def from_data_sheet(
         )
         for work in works
     )
+    # the update reads and writes moments and weights
     written = sum(12 * model.num_trained + 2 * model.optimizer for model in models)
     share = sum(rank_of(m.trained.all, m.whole.trained, num_shards) for m in models)
     update = written * share / max(1, sum(m.trained.all for m in models))
+    # what is offloaded crosses the bus
     tokens = sum(work.tokens for work in works)
     over_bus = 2 * traced.offloaded * tokens / traced.num_tokens  # there and back
     if parallel.cpu_offload:
@@ -205,12 +210,12 @@ def from_data_sheet(
         + summed(gpu, traced, tokens, together),
         transfer=over_bus / (gpu.bus_gb_per_second * 1e9),
         source=(
-            f"{name}: {UTILISATION:.0%} of its peak and {LAUNCH * 1e6:g} us an operator are assumed, not measured"
+            f"{name}: {UTILIZATION:.0%} of its peak and {LAUNCH * 1e6:g} us an operator are assumed, not measured"
         ),
     )
 
 
-def fetched(model: Held) -> float:
+def fetched(model: ModelFootprint) -> float:
     """The bytes of shards that a micro-batch fetches from the host, forward and backward, and of gradients that it
     brings there.
     """
@@ -223,7 +228,7 @@ def fetched(model: Held) -> float:
 
 def communication(
     gpu: Gpu,
-    models: Sequence[Held],
+    models: Sequence[ModelFootprint],
     num_microbatches: int,
     num_ranks: int,
     parallel: ParallelConfig,
@@ -233,6 +238,7 @@ def communication(
     models = [computed_together(model, parallel.tensor) for model in models]
     shards = num_ranks // replicas // parallel.tensor
     link = gpu.link_gb_per_second * 1e9
+    # the slowest link on the way decides
     inside = link if shards <= PER_NODE else min(link, NETWORK)
     outside = link if num_ranks <= PER_NODE else min(link, NETWORK)
     seconds = 0.0
@@ -256,7 +262,7 @@ def summed(gpu: Gpu, traced: Traced, tokens: int, together: int) -> float:
     return 2 * sent * (together - 1) / together / (gpu.link_gb_per_second * 1e9)
 
 
-def moved(model: Held) -> float:
+def moved(model: ModelFootprint) -> float:
     """The bytes of a model's weights and gradients that a micro-batch moves: each weight is read forward and, where
     anything trains, backward; one that is stored otherwise than it is multiplied is read and written once more.
     """
@@ -264,7 +270,7 @@ def moved(model: Held) -> float:
         return 0.0
     number, stored = model.num_parameters, model.weights.all
     reads = 2 if model.num_trained else 1
-    if stored < 0.75 * NARROW * number:  # quantised: widened for each product
+    if stored < 0.75 * NARROW * number:  # quantized: widened for each product
         return reads * (stored + 2 * NARROW * number)
     copied = stored + NARROW * number if stored > 1.5 * NARROW * number else 0
     return copied + reads * NARROW * number + 4 * model.num_trained
@@ -279,6 +285,7 @@ def operations(traced: Traced, work: Work, *, recomputes: float, together: int =
     """Floating-point operations of a rank for a micro-batch: of the layers, which so many ranks compute together, and
     of the heads of all models.
     """
+    # heads of the other models: forward only, unless they train
     heads = traced.head_flops * work.targets
     for model in traced.models[1:]:
         if model.flops is not None and not model.num_trained:
@@ -297,19 +304,19 @@ def _layers(traced: Traced, work: Work, *, recomputes: float) -> float:
     return total
 
 
-def _of_model(model: Held, work: Work, forwards: float) -> float:
+def _of_model(model: ModelFootprint, work: Work, forwards: float) -> float:
     """Operations of a model's layers: forward, backward where it trains, and so many more forwards."""
     if model.flops is None:
         return 0.0
-    share = _forward_share(model.num_trained > model.num_parameters / 2)
+    share = forward_share(model.num_trained, model.num_parameters)
     if not model.num_trained:
         return work.layers(model.flops) * share
     return work.layers(model.flops) * (1 + share * forwards)
 
 
-def _forward_share(is_full: bool) -> float:
-    """A forward as a fraction of all products: of three with full fine-tuning, of two with adapters."""
-    return 1 / 3 if is_full else 1 / 2
+def forward_share(num_trained: int, num_parameters: int) -> float:
+    """Return a forward as a fraction of all products: of three with full fine-tuning, of two with adapters."""
+    return 1 / 3 if num_trained > num_parameters / 2 else 1 / 2
 
 
 def calibrate(
@@ -356,15 +363,27 @@ def calibrate(
         row_N=packed.row_N[:number] if number else zero,
         read_R=torch.arange(packed.num_tokens),  # so that the last layer leaves no token out
     )
+    # time the layers, the update, and the head with few and with all targets
     done = work_of(small, flops.window).layers(flops)
     optimizer = build_optimizer(
         scorer, run.resolved_optim, layers=architecture.layers(scorer.get_submodule("model"))
     )
     trained = sum(p.numel() for p in scorer.parameters() if p.requires_grad)
-    is_full = trained > sum(p.numel() for p in scorer.parameters()) / 2
-    done *= 1 + _forward_share(is_full) * recomputed(run.activation_checkpointing)
-    per_flop = fastest(lambda: _step(scorer, small, kernels.dtype)) / done
-    per_parameter = fastest(lambda: _update(optimizer)) / trained
+    share = forward_share(trained, sum(p.numel() for p in scorer.parameters()))
+    done *= 1 + share * recomputed(run.activation_checkpointing)
+
+    def step() -> None:
+        with compute_context(kernels.dtype, scorer.device):
+            total = scorer(small, -small.weight_N).linear_sum  # the weights of cross entropy
+        with backward_context(kernels.dtype):
+            total.backward()
+
+    def update() -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    per_flop, per_parameter = fastest(step) / done, fastest(update) / trained
     few, many = (
         fastest(_head_step(run, config, kernels, packed.to(device), num_targets))
         for num_targets in (FEW, packed.num_targets)
@@ -383,19 +402,6 @@ def _shortened(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> Pr
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
     return short
-
-
-def _step(scorer: Scorer, packed: Packed, dtype: torch.dtype) -> None:
-    with compute_context(dtype, scorer.device):
-        total = scorer(packed, -packed.weight_N).linear_sum  # the weights of cross entropy
-    with backward_context(dtype):
-        total.backward()
-
-
-def _update(optimizer: torch.optim.Optimizer) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    optimizer.step()
 
 
 def _head_step(
@@ -418,6 +424,7 @@ def _head_step(
             hidden_TD.sum().backward()  # type: ignore[no-untyped-call]
 
         return act_on_embedding
+    # tensors of the head's own shape, tied or not as the model's are
     passes, is_linear = run.extra_head_passes(), run.loss().linear_weights(packed) is not None
     planned = architecture.head(model)
     dtype = torch.promote_types(planned.weight.dtype, torch.float32)  # narrow ones are widened

@@ -2,7 +2,7 @@
 
 The trace runs the code of a real run: the library's model, adapters, freezing, noise, activation checkpointing,
 autocast, the chunked head, the selected attention, a teacher, a critic and a vision tower, on torch's fake tensors,
-which have a shape, a dtype and a storage size but no memory. ``Ledger`` counts the bytes. There is no formula per
+which have a shape, a dtype and a storage size but no memory. ``Allocations`` counts the bytes. There is no formula per
 architecture, and nothing is fitted.
 
 For a GPU that this machine lacks the fake tensors are on the CPU, and attention is that of ``varlen`` (q, k, v, out and
@@ -40,15 +40,16 @@ from taut.models.noise import install_noise
 from taut.models.precision import backward_context, compute_context
 from taut.models.scorer import Scorer, traced_for
 from taut.models.teacher import ModelTeacher
-from taut.plan.ledger import PARTS, History, Ledger, Parts, Shares, fullest
+from taut.plan.allocations import PARTS, Allocations, History, Parts, Shares, fullest
+from taut.plan.fake_values import FakeValues
 from taut.plan.models import (
     CRITIC,
     FUSED,
     POLICY,
     TEACHER,
     Configs,
-    Held,
     Kernels,
+    ModelFootprint,
     configs_of,
     deep,
     gather,
@@ -57,7 +58,6 @@ from taut.plan.models import (
     planned_scorer,
     with_layers,
 )
-from taut.plan.values import Values
 from taut.types import IntArray, Media, Packed, Picture
 
 CPU = torch.device("cpu")
@@ -71,24 +71,24 @@ class Traced:
     """The first with few layers of every model that is deep; each of the others with more layers of one."""
     steps: tuple[float, ...]
     """For each of the others, how often its difference from the first is to be added for all layers."""
-    models: tuple[Held, ...]
+    models: tuple[ModelFootprint, ...]
     """The models of the run; the policy first."""
     num_tokens: int
     passes: int
     """Additional forwards of a step: of a reference, and for statistics."""
     head_passes: int
-    """Those that compute the head."""
+    """Additional forwards that compute the head."""
     is_linear: bool
     """Whether the head's gradient is computed in the forward; else its logits are computed twice."""
 
     @property
-    def policy(self) -> Held:
+    def policy(self) -> ModelFootprint:
         """The model that trains."""
         return self.models[0]
 
     @property
     def flops(self) -> architecture.Flops:
-        """What the policy's products take."""
+        """Operations of the policy's products."""
         assert self.policy.flops is not None
         return self.policy.flops
 
@@ -108,7 +108,7 @@ class Traced:
         return self._extrapolated([history.host for history in self.histories])
 
     def _extrapolated(self, counts: Sequence[int]) -> int:
-        """What the whole models have of something, of which each history has so much: linear in the layers."""
+        """Extrapolate a count of each history to the whole models, linear in the number of layers."""
         first, *others = counts
         return round(first + sum(n * (m - first) for n, m in zip(self.steps, others, strict=True)))
 
@@ -136,6 +136,7 @@ def trace(
     packed = readable(packed)
     configs = configs_of(run, config)
     scorer = planned_scorer(run, configs, kernels)
+    # a few layers of every deep model, and then more of each in turn
     depths = {part: depths_of(run, part, model) for part, model in deep(scorer).items()}
     few = {part: with_layers(configs[part], depth[0]) for part, depth in depths.items()}
     idle = _idle(run, few, kernels)
@@ -187,6 +188,7 @@ def _history(
     by_weights = kernels.by_weights
 
     def act(mode: FakeTensorMode) -> History:
+        # prepare the scorer as a step finds it
         noise = install_noise(scorer.model, run.noise, run.seed)
         if noise is not None:
             noise.set(1, packed)
@@ -196,23 +198,27 @@ def _history(
                 parameter.requires_grad_(False)
             if parameter.requires_grad and not is_first:
                 parameter.grad = torch.empty_like(parameter)
+        # record the allocations of a forward and a backward
         has_head = architecture.has_head(scorer.model)
         vocabulary = architecture.head(scorer.model).weight.shape[0] if has_head else None
-        values = Values(mode) if architecture.has_parts(scorer.model) else None
-        ledger = Shapes(known_parts(scorer), vocabulary, values)
-        handles = [*ledger.watch_gradients(parameters.values()), *_mark_phases(scorer, ledger)]
-        with ledger:
+        values = FakeValues(mode) if architecture.has_parts(scorer.model) else None
+        allocations = Shapes(known_parts(scorer), vocabulary, values)
+        handles = [
+            *allocations.watch_gradients(parameters.values()),
+            *_mark_phases(scorer, allocations),
+        ]
+        with allocations:
             with (
                 compute_context(kernels.dtype, CPU, by_weights=by_weights),
                 traced_for(kernels.gpu_memory),
             ):
-                total = _proxy_loss(run, scorer, packed, ledger)
-            ledger.end_forward()
+                total = _proxy_loss(run, scorer, packed, allocations)
+            allocations.end_forward()
             with backward_context(kernels.dtype), traced_for(kernels.gpu_memory):
                 total.backward()
         for handle in handles:
             handle.remove()
-        return ledger.history()
+        return allocations.history()
 
     found: History = on_fakes(run, scorer, act)
     return found
@@ -234,21 +240,23 @@ def known_parts(scorer: Scorer) -> dict[str, list[Tensor]]:
     }
 
 
-def _mark_phases(scorer: Scorer, ledger: Ledger) -> list[Any]:
+def _mark_phases(scorer: Scorer, allocations: Allocations) -> list[Any]:
     """Mark where one model's work ends and another's begins; the handles that remove the hooks."""
     handles: list[Any] = []
     if isinstance(scorer.teacher, ModelTeacher):
         root = scorer.teacher.scorer.model
-        handles.append(root.register_forward_hook(lambda *_: ledger.mark("teacher")))
+        handles.append(root.register_forward_hook(lambda *_: allocations.mark("teacher")))
     for part, model in deep(scorer).items():
         if part == TEACHER:
             continue
 
         def mark(_: Any, inputs: Any, keywords: Any, name: str = part) -> None:
             hidden = inputs[0] if inputs else keywords["hidden_states"]
-            ledger.mark(f"{name} begins its layers")
+            allocations.mark(f"{name} begins its layers")
             if hidden.requires_grad:
-                hidden.register_hook(lambda _: ledger.mark(f"{name} went back through its layers"))
+                hidden.register_hook(
+                    lambda _: allocations.mark(f"{name} went back through its layers")
+                )
 
         first = architecture.layers(model)[0]
         handles.append(first.register_forward_pre_hook(mark, with_kwargs=True))
@@ -264,7 +272,7 @@ def _idle(run: RunConfig, configs: Configs, kernels: Kernels) -> list[str]:
     found: list[str] = []
 
     def act(mode: FakeTensorMode) -> list[str]:
-        with Shapes({}, None, Values(mode)):
+        with Shapes({}, None, FakeValues(mode)):
             for prefix, model in models.items():
                 found.extend(f"{prefix}.{name}" for name in architecture.freeze_unused(model))
         return found
@@ -290,8 +298,8 @@ def on_fakes(run: RunConfig, scorer: Scorer, act: Callable[[FakeTensorMode], Any
     except (RuntimeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"model={run.model} cannot be run on tensors without contents: {reason}; expected a model whose shapes do "
-            "not depend on what it computes; measure it with a short run instead"
+            f"model={run.model} cannot be run on tensors without contents: {reason}; expected shapes that do not "
+            "depend on its numbers; measure a short run instead"
         ) from error
 
 
@@ -307,12 +315,13 @@ def _masks_left_out() -> Iterator[None]:
         library.is_tracing = own
 
 
-def _proxy_loss(run: RunConfig, scorer: Scorer, packed: Packed, ledger: Ledger) -> Any:
+def _proxy_loss(run: RunConfig, scorer: Scorer, packed: Packed, allocations: Allocations) -> Any:
     """A scalar that depends on all scores that the loss uses, through the same path of the head; the memory of the loss
     itself is negligible.
     """
     loss = run.loss()
     wants = loss.wants._replace(routers=scorer.routers is not None)
+    # the path through the head that the loss takes
     linear = loss.linear_weights(packed)
     if linear is not None:
         scores = scorer(packed, torch.stack([*linear.values()]).sum(0), wants)
@@ -325,7 +334,7 @@ def _proxy_loss(run: RunConfig, scorer: Scorer, packed: Packed, ledger: Ledger) 
     if "entropy" in loss.units:
         used.append(scores.entropy_N)
     if scores.scalar_R is not None:
-        scores.scalar_R.register_hook(lambda _: ledger.mark("the critic begins to go back"))
+        scores.scalar_R.register_hook(lambda _: allocations.mark("the critic begins to go back"))
         used.append(scores.scalar_R)
     return torch.stack([value.sum() for value in used]).sum()
 
@@ -342,13 +351,16 @@ def _to_empty(model: nn.Module) -> None:
             setattr(module, name, getattr(first, key))
 
 
-class Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
-    """A ledger for fake tensors. Items that are not known are 1; grouped_mm has no fake implementation in float32."""
+class Shapes(Allocations):  # type: ignore[no-untyped-call]  # torch: no types
+    """Allocations of fake tensors. Items that are not known are 1; grouped_mm has no fake implementation in float32."""
 
     def __init__(
-        self, known: Mapping[str, Sequence[Tensor]], vocabulary: int | None, values: Values | None
+        self,
+        known: Mapping[str, Sequence[Tensor]],
+        vocabulary: int | None,
+        values: FakeValues | None,
     ) -> None:
-        """``values``: the numbers behind fake tensors; None: nothing depends on them, as without pictures."""
+        """``values``: the numbers behind fake tensors; None if nothing depends on them, as without pictures."""
         self.values = values
         super().__init__(known, vocabulary)
 

@@ -14,15 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from taut.config import configclass
+from taut.conflicts import conflict
 from taut.errors import ConfigError, DataError
-from taut.rewards.verifier import (
-    Answered,
-    Explained,
-    Judged,
-    Place,
-    Verifier,
-    import_library,
-)
+from taut.rewards.settings import Judged, Place
+from taut.rewards.verifier import Explained, RewardInput, Verifier, import_library
 
 
 @configclass
@@ -39,18 +34,20 @@ class Tags(Verifier):
     tags: Annotated[tuple[str, ...], Field(min_length=1)] = ("think", "answer")
     """Names of the tags, in order."""
     is_opened: bool = False
-    """The prompt ends with the first tag's opening mark, as some chat templates write it."""
+    """The answer goes on inside the first tag. A prompt that ends with the tag's opening mark, as some chat templates
+    write it, says so by itself."""
     partial: bool = False
     """Give a partial score for a part of the form."""
 
     def __post_init__(self) -> None:
         if len(set(self.tags)) < len(self.tags) or not all(self.tags):
-            raise ConfigError(
-                f"found tags={list(self.tags)}; expected names, each once; correct them"
-            )
+            why = "a name is empty or repeated"
+            raise conflict(self, "tags", why, "expected each once; correct them")
 
-    def __call__(self, answered: Answered) -> float:
-        text = f"<{self.tags[0]}>{answered.text}" if self.is_opened else answered.text
+    def __call__(self, answer: RewardInput) -> float:
+        opening = f"<{self.tags[0]}>"
+        is_opened = self.is_opened or answer.opened == opening
+        text = opening + answer.text if is_opened else answer.text
         marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
         num_right, at, outside = 0, 0, []
         for number, mark in enumerate(marks):
@@ -89,11 +86,9 @@ class JsonSchema(Verifier):
     is_fenced: bool = False
     """The JSON is in a code block."""
 
-    def __post_init__(self) -> None:
-        if (self.schema is None) == (self.column is None):
-            raise ConfigError(
-                "json_schema has a schema or a column that has it; expected one of them; set one"
-            )
+    rules: ClassVar[str] = """
+        exactly one of schema column: the schema is given here, or in a column of each row
+    """
 
     def prepare(self) -> None:
         """Import the library, and check the schema."""
@@ -101,12 +96,12 @@ class JsonSchema(Verifier):
         if self.schema is not None:
             assert self._of_all
 
-    def __call__(self, answered: Answered) -> float | None:
+    def __call__(self, answer: RewardInput) -> float | None:
         """None if the row has no schema."""
         if self.column is None:
             validator = self._of_all
         else:
-            schema = answered.row.get(self.column)
+            schema = answer.row.get(self.column)
             if schema is None:
                 return None
             if isinstance(schema, str):
@@ -118,7 +113,7 @@ class JsonSchema(Verifier):
                         "correct the row"
                     ) from error
             validator = self._validator(schema)
-        text = answered.text
+        text = answer.text
         if self.is_fenced:
             fenced = _FENCED.search(text)
             text = fenced[1] if fenced else ""
@@ -186,9 +181,9 @@ class Language(Verifier):
         """Load the model."""
         assert self._identifier
 
-    def __call__(self, answered: Answered) -> float | None:
+    def __call__(self, answer: RewardInput) -> float | None:
         """None if there is too little text."""
-        stretches = list(_stretches(_NO_LANGUAGE.sub(" ", answered.text)))
+        stretches = list(_stretches(_NO_LANGUAGE.sub(" ", answer.text)))
         letters = [_letters(stretch) for stretch in stretches]
         if sum(letters) < SHORTEST:
             return None
@@ -230,7 +225,7 @@ def _letters(text: str) -> int:
 
 @configclass
 class Repetition(Verifier):
-    """How much of an answer repeats itself: minus the share of its n-grams that occurred before, 0 to -1.
+    """Repetition in an answer: minus the share of its n-grams that occurred before, 0 to -1.
 
         -(1 - different / all)          over the answer's n-grams of words
 
@@ -245,8 +240,8 @@ class Repetition(Verifier):
     units: Literal["words", "characters"] = "words"
     """characters: for scripts that do not separate words; n=20 is then a good choice."""
 
-    def __call__(self, answered: Answered) -> float:
-        lower = answered.text.lower()
+    def __call__(self, answer: RewardInput) -> float:
+        lower = answer.text.lower()
         units = lower.split() if self.units == "words" else list(lower)
         grams = [tuple(units[at : at + self.n]) for at in range(len(units) - self.n + 1)]
         return len(set(grams)) / len(grams) - 1 if grams else 0.0

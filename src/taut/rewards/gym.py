@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 
 from taut.config import configclass
 from taut.errors import ConfigError, DataError
-from taut.rewards.verifier import Answered, Place, Verifier, import_library
+from taut.rewards.settings import Place
+from taut.rewards.verifier import RewardInput, Verifier, import_library
 
 NODES = (
     ast.Expression,
@@ -41,7 +42,7 @@ _KNOWN = (
     "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh"
 )
 NAMES = frozenset(_KNOWN.split())
-"""What sympy writes or knows for an expression's numbers, symbols and functions."""
+"""The names of numbers, symbols and functions that sympy writes or knows."""
 
 
 def plain_eval(
@@ -56,12 +57,13 @@ def plain_eval(
     locals_ = dict(local_names or {})
     known = {name: value for name, value in (global_names or {}).items() if name in NAMES}
     for node in ast.walk(tree):
+        fault = ""
         is_strange = isinstance(node, ast.Name) and node.id not in {**known, **locals_}
         if is_strange or not isinstance(node, NODES):
-            raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic")
-        if isinstance(node, ast.BinOp) and (_has_length(node.left) or _has_length(node.right)):
-            raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic of numbers")
-        if isinstance(node, ast.Call):
+            fault = "is no arithmetic"
+        elif isinstance(node, ast.BinOp) and (_has_length(node.left) or _has_length(node.right)):
+            fault = "is no arithmetic of numbers"
+        elif isinstance(node, ast.Call):
             called = node.func
             is_function = isinstance(called, ast.Name) or (  # or sympy's Function('f')
                 isinstance(called, ast.Call)
@@ -69,7 +71,9 @@ def plain_eval(
                 and called.func.id == "Function"
             )
             if node.keywords or not is_function:
-                raise ValueError(f"{ast.unparse(node)[:80]!r} calls what is no function of numbers")
+                fault = "calls what is no function of numbers"
+        if fault:
+            raise ValueError(f"{ast.unparse(node)[:80]!r} {fault}")
     return eval(compile(tree, "answer", "eval"), {**known, "__builtins__": {}}, locals_)
 
 
@@ -118,9 +122,9 @@ class Gym(Verifier):
             self._judges(self.task)
         _library()
 
-    def __call__(self, answered: Answered) -> float | None:
+    def __call__(self, answer: RewardInput) -> float | None:
         """None if the row is no entry of a task."""
-        entry: Any = answered.row if self.entry is None else answered.row.get(self.entry)
+        entry: Any = answer.row if self.entry is None else answer.row.get(self.entry)
         if isinstance(entry, str):
             entry = json.loads(entry)
         if not isinstance(entry, Mapping) or not isinstance(entry.get("metadata"), Mapping):
@@ -132,7 +136,7 @@ class Gym(Verifier):
             )
         judges = self._judges(task)
         with plainly(self._evaluating):
-            return float(judges(answered.text, dict(entry)))
+            return float(judges(answer.text, dict(entry)))
 
     @cached_property
     def _evaluating(self) -> list[ModuleType]:

@@ -9,16 +9,20 @@ import base64
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from taut.config import ComputeDtype, configclass, read_secret, read_url
+from taut.conflicts import conflict
 from taut.errors import ConfigError, DataError, EngineError, PictureError
-from taut.rewards.steps import Stepped, StepsConfig, probability, split_steps
-from taut.rewards.verifier import Answered, Client, Explained, Place, Verifier, compile_pattern
-from taut.vision.content import ImageRef, ImagesConfig, encoded, mime_type
+from taut.rewards.process_rewards import Stepped, probability, split_steps
+from taut.rewards.settings import Place, StepsConfig
+from taut.rewards.verifier import Client, Explained, RewardInput, Verifier, compile_pattern
+from taut.vision.content import encoded, mime_type
+from taut.vision.settings import ImagesConfig
 
 WITHIN = ImagesConfig(max_bytes=2**40)
 """Limits of pictures that are sent: they were read within the run's own."""
@@ -28,13 +32,20 @@ def sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as JSON, each picture an ``image_url``. Raises PictureError for one that cannot be read."""
     as_json = [dict(message) for message in messages]
     for message in as_json:
-        if isinstance(message.get("content"), list | tuple):
-            message["content"] = [
-                {"type": "image_url", "image_url": {"url": _data_url(part["image"])}}
-                if part["type"] == "image"
-                else part
-                for part in message["content"]
-            ]
+        if not isinstance(message.get("content"), list | tuple):
+            continue
+        parts = []
+        for part in message["content"]:
+            if part["type"] == "image":
+                raw = encoded(part["image"], WITHIN)
+                if (kind := mime_type(raw)) is None:
+                    raise PictureError(
+                        f"the picture {part['image'].name} is of no format that is read"
+                    )
+                url = f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
+                part = {"type": "image_url", "image_url": {"url": url}}
+            parts.append(part)
+        message["content"] = parts
     return as_json
 
 
@@ -47,14 +58,6 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for part in message["content"]
         if part["type"] == "image_url"
     ]
-
-
-def _data_url(picture: ImageRef) -> str:
-    raw = encoded(picture, WITHIN)
-    kind = mime_type(raw)
-    if kind is None:
-        raise PictureError(f"the picture {picture.name} is of no format that is read")
-    return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
 
 
 TEMPLATE = """\
@@ -131,8 +134,8 @@ class Judge(Verifier):
     def __post_init__(self) -> None:
         read_url(self.url, "judge.url", "options.api_key_env")
         if self.high <= self.low:
-            raise ConfigError(
-                f"found low={self.low:g} and high={self.high:g}; expected a lower low; correct them"
+            raise conflict(
+                self, "low high", "no number is between", "expected a lower `low`; correct them"
             )
         if f"{{{self.sees}}}" not in self.prompt:
             raise ConfigError(
@@ -158,26 +161,29 @@ class Judge(Verifier):
     async def reach(self, client: Client) -> None:
         await client.require_listening(self.url, "judge.url")
 
-    async def ask(self, client: Client, answered: Answered) -> float:
+    async def ask(self, client: Client, answer: RewardInput) -> float:
         """Raises DataError if no reply has a number."""
         reply = ""
         for attempt in range(self.tries):
-            reply = await self._reply(client, answered, temperature=float(attempt > 0))
-            matches = re.findall(self.pattern, reply)
-            number = _number(matches[-1]) if matches else None
-            if number is not None and self.low <= number <= self.high:
-                return Explained((number - self.low) / (self.high - self.low), reply)
+            reply = await self._reply(client, answer, temperature=float(attempt > 0))
+            # The first group of the last match.
+            matches = [match[1] for match in re.finditer(self.pattern, reply)]
+            with suppress(ValueError):
+                number = float((matches[-1] or "") if matches else "")
+                if self.low <= number <= self.high:
+                    return Explained((number - self.low) / (self.high - self.low), reply)
         raise DataError(
             f"the judge replied {' '.join(reply.split())[-120:]!r}; expected a number from {self.low:g} to "
             f"{self.high:g}"
         )
 
-    async def _reply(self, client: Client, answered: Answered, temperature: float) -> str:
+    async def _reply(self, client: Client, answer: RewardInput, temperature: float) -> str:
+        # Fill in the template, and show the pictures before it.
         values = {
-            "question": prompt_text(answered.prompt),
-            "answer": answered.text,
-            "reference": "\n".join(answered.references),
-            "conversation": conversation_text(answered),
+            "question": prompt_text(answer.prompt),
+            "answer": answer.text,
+            "reference": "\n".join(answer.references),
+            "conversation": conversation_text(answer),
         }
         question = re.sub(
             r"\{(question|answer|reference|conversation)\}",
@@ -185,8 +191,8 @@ class Judge(Verifier):
             self.prompt,
         )
         content: Any = question
-        shown = [] if isinstance(answered.prompt, str) else [*answered.prompt]
-        shown += answered.messages if self.sees == "conversation" else []
+        shown = [] if isinstance(answer.prompt, str) else [*answer.prompt]
+        shown += answer.messages if self.sees == "conversation" else []
         pictures = pictures_of(shown)
         if pictures:
             content = [*pictures, {"type": "text", "text": question}]
@@ -210,13 +216,6 @@ class Judge(Verifier):
         return content
 
 
-def _number(match: str | tuple[str, ...]) -> float | None:
-    try:
-        return float(match if isinstance(match, str) else match[0])
-    except ValueError:
-        return None
-
-
 def prompt_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
     """A conversation as text; a single message without its role."""
     if isinstance(prompt, str):
@@ -227,10 +226,10 @@ def prompt_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
     return "\n\n".join(f"{m.get('role')}: {text}" for m, text in zip(prompt, texts, strict=True))
 
 
-def conversation_text(answered: Answered) -> str:
-    """Every turn under its role, with its calls of tools, from the prompt on; a prompt that is a text as it is."""
-    prompt = answered.prompt
-    turns = answered.messages or ({"role": "assistant", "content": answered.text},)
+def conversation_text(answer: RewardInput) -> str:
+    """Every turn under its role, with its calls of tools, from the prompt on; a prompt that is a text is unchanged."""
+    prompt = answer.prompt
+    turns = answer.messages or ({"role": "assistant", "content": answer.text},)
     blocks = [prompt] if isinstance(prompt, str) else []
     for message in turns if isinstance(prompt, str) else (*prompt, *turns):
         name = f" {message['name']}" if message.get("name") else ""
@@ -284,16 +283,15 @@ class RewardModel(Verifier):
     """auto, reference, varlen or flex."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
-    images: ImagesConfig = ImagesConfig()
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     """Pictures in the prompts and answers."""
     tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
     """Tokens of a forward pass; a longer answer is computed alone."""
-    steps: StepsConfig = StepsConfig()
+    steps: StepsConfig = field(default_factory=StepsConfig)
 
-    def __post_init__(self) -> None:
-        from taut.vision.image_store import require_unset  # with it come the processors
-
-        require_unset(self.images, UNREAD, "a reward, which is shown what a run has read")
+    rules: ClassVar[str] = f"""
+        {" ".join(f"images.{name}" for name in UNREAD)} unread: a reward is shown what a run has read
+    """
 
 
 @configclass
@@ -309,16 +307,14 @@ class RewardServer(Verifier):
     """URL of taut serve-reward, as in http://127.0.0.1:5000."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the server's key; none is sent by default."""
-    steps: StepsConfig = StepsConfig()
+    steps: StepsConfig = field(default_factory=StepsConfig)
+
+    rules: ClassVar[str] = """
+        steps.mark steps.tokens unread: the server divides the answer, as a reward_model in this process does not
+    """
 
     def __post_init__(self) -> None:
         read_url(self.url, "reward_server.url", "options.api_key_env")
-        for key in ("mark", "tokens"):
-            if value := getattr(self.steps, key):
-                raise ConfigError(
-                    f"reward_server: steps.{key}={value!r} would be ignored: the server divides the answer; expected a "
-                    f"model in this process; name it with reward_model, or take steps.{key} out"
-                )
 
     def prepare(self) -> None:
         """ConfigError if the key is not in the environment."""
@@ -327,39 +323,42 @@ class RewardServer(Verifier):
     async def reach(self, client: Client) -> None:
         await client.require_listening(self.url, "reward_server.url")
 
-    async def ask(self, client: Client, answered: Answered) -> float:
+    async def ask(self, client: Client, answer: RewardInput) -> float:
         """Raises EngineError if the server answers anything but one number, or one for each step."""
         url = f"{self.url.rstrip('/')}/score"
-        prompt: Any = answered.prompt
-        completion: Any = answered.text
+        prompt: Any = answer.prompt
+        completion: Any = answer.text
         separator, body = self.steps.separator, dict[str, Any]()
         if separator is not None:
-            if not split_steps(answered.text, separator):
-                return Stepped.of(answered.text, [], self.steps)
+            if not split_steps(answer.text, separator):
+                return Stepped.of(answer.text, [], self.steps)
             body["step_separator"] = separator
         if not isinstance(prompt, str):
             prompt = sent(prompt)
-            if answered.messages:
-                completion = sent(conversed(answered, separator))
+            if answer.messages:
+                completion = sent(conversed(answer, separator))
         body |= {"prompts": [prompt], "completions": [completion]}
+        # One number, or one for each step.
         reply = await client.post(url, body, self.api_key_env)
-        scores = reply.get("scores") if isinstance(reply, dict) else None
+        scores: Any = reply.get("scores") if isinstance(reply, dict) else None
+        expected = ""
         if not isinstance(scores, list) or len(scores) != 1 or scores[0] is None:
-            raise EngineError(f"{url} answered {reply!r:.120}; expected one score")
+            expected = "one score"
+        elif separator is not None:
+            num_steps = len(split_steps(answer.text, separator))
+            if not isinstance(scores[0], list) or len(scores[0]) != num_steps:
+                expected = f"{num_steps} scores, one for each step"
+        if expected:
+            raise EngineError(f"{url} answered {reply!r:.120}; expected {expected}")
         if separator is None:
             score: float = scores[0]
             return score
-        num_steps = len(split_steps(answered.text, separator))
-        if not isinstance(scores[0], list) or len(scores[0]) != num_steps:
-            raise EngineError(
-                f"{url} answered {reply!r:.120}; expected {num_steps} scores, one for each step"
-            )
-        return Stepped.of(answered.text, [probability(float(it)) for it in scores[0]], self.steps)
+        return Stepped.of(answer.text, [probability(float(it)) for it in scores[0]], self.steps)
 
 
-def conversed(answered: Answered, separator: str | None) -> Sequence[Mapping[str, Any]]:
+def conversed(answer: RewardInput, separator: str | None) -> Sequence[Mapping[str, Any]]:
     """The turns after the prompt. Where steps are scored, the last is what was written, without calls apart from it."""
-    turns = answered.messages or ({"role": "assistant", "content": answered.text},)
+    turns = answer.messages or ({"role": "assistant", "content": answer.text},)
     if separator is None:
         return turns
-    return (*turns[:-1], {"role": "assistant", "content": answered.text})
+    return (*turns[:-1], {"role": "assistant", "content": answer.text})

@@ -14,7 +14,6 @@ sampled.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
@@ -22,8 +21,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from taut.config import Decision, configclass, fields_of
+from taut.conflicts import conflict
 from taut.errors import ConfigError, DataError
-from taut.rewards.verifier import Answered, Judged, Place, Verifier
+from taut.rewards.settings import Judged, Place
+from taut.rewards.verifier import RewardInput, Verifier
 
 
 @configclass
@@ -39,28 +40,19 @@ class LengthTarget(Verifier):
     width: Annotated[int, Field(ge=1)] | None = None
     """Distance from the target, in tokens, at which the reward is 0. By default the target itself."""
 
-    def __post_init__(self) -> None:
-        if (self.target is None) == (self.column is None):
-            raise ConfigError(
-                "length_target has a target or a column that has it; expected one of them; set one"
-            )
+    rules: ClassVar[str] = """
+        exactly one of target column: the target is given here, or in a column of each row
+    """
 
-    def __call__(self, answered: Answered) -> float | None:
-        if answered.num_tokens is None:
+    def __call__(self, answer: RewardInput) -> float | None:
+        if answer.num_tokens is None:
             return None
-        target = self._target(answered.row)
-        return max(0.0, 1 - abs(answered.num_tokens - target) / (self.width or target))
-
-    def _target(self, row: Mapping[str, Any]) -> int:
-        if self.column is None:
-            assert self.target is not None
-            return self.target
-        target = row.get(self.column)
+        target = self.target if self.column is None else answer.row.get(self.column)
         if not isinstance(target, int) or target < 1:
             raise DataError(
                 f"found {target!r:.40} in column {self.column!r}; expected a number of tokens; correct the row"
             )
-        return target
+        return max(0.0, 1 - abs(answer.num_tokens - target) / (self.width or target))
 
 
 @configclass
@@ -76,14 +68,13 @@ class LengthOverlong(Verifier):
 
     def __post_init__(self) -> None:
         if self.buffer > self.max_tokens:
-            raise ConfigError(
-                f"found buffer={self.buffer} and max_tokens={self.max_tokens}; expected no larger buffer; set a smaller"
-            )
+            remedy = "expected at most `max_tokens`; set a smaller `buffer`"
+            raise conflict(self, "buffer max_tokens", "it begins before the answer does", remedy)
 
-    def __call__(self, answered: Answered) -> float | None:
-        if answered.num_tokens is None:
+    def __call__(self, answer: RewardInput) -> float | None:
+        if answer.num_tokens is None:
             return None
-        over = answered.num_tokens - (self.max_tokens - self.buffer)
+        over = answer.num_tokens - (self.max_tokens - self.buffer)
         return -min(max(over / self.buffer, 0.0), 1.0)
 
 
@@ -102,23 +93,23 @@ class LengthCosine(Verifier):
     right: tuple[float, float] = (2.0, 1.0)
     """Reward of a right answer of length 0, and of length max_tokens."""
     wrong: tuple[float, float] = (-10.0, 0.0)
-    """The same for a wrong answer."""
+    """Reward of a wrong answer of length 0, and of length max_tokens."""
     exceed: float = -10.0
     """Reward of an answer of max_tokens or more."""
 
-    def settled(self) -> tuple[Verifier, Decision | None]:
-        """With what the reward that judges has settled: how programs are held."""
+    def resolve_defaults(self) -> tuple[Verifier, Decision | None]:
+        """Resolve the defaults of the reward that judges, such as the sandbox."""
         judge = self._judge
-        settled, decision = judge.settled()
+        resolved, decision = judge.resolve_defaults()
         chosen = {
-            name: getattr(settled, name)
-            for name in fields_of(type(settled))
-            if getattr(settled, name) != getattr(judge, name)
+            name: getattr(resolved, name)
+            for name in fields_of(type(resolved))
+            if getattr(resolved, name) != getattr(judge, name)
         }
         return replace(self, judge_options={**self.judge_options, **chosen}), decision
 
     def prepare(self) -> None:
-        """As the reward that judges, which has to judge correctness."""
+        """Prepare the reward that judges, which has to judge correctness."""
         self._judge.prepare()
         if self._judge.judges == "form":
             raise ConfigError(
@@ -126,41 +117,41 @@ class LengthCosine(Verifier):
                 "name another"
             )
 
-    def __call__(self, answered: Answered) -> float | None:
+    def __call__(self, answer: RewardInput) -> float | None:
         """None if the judging reward does not apply."""
-        return self._scaled(answered, self._judge(answered))
+        return self._scaled(answer, self._judge(answer))
 
-    def when_unjudged(self, answered: Answered) -> float | None:
-        """As a wrong answer of this length."""
-        return self._scaled(answered, self._judge.when_unjudged(answered))
+    def when_unjudged(self, answer: RewardInput) -> float | None:
+        """The value of a wrong answer of this length."""
+        return self._scaled(answer, self._judge.when_unjudged(answer))
 
-    def _scaled(self, answered: Answered, value: float | None) -> float | None:
-        if answered.num_tokens is None or value is None:
+    def _scaled(self, answer: RewardInput, value: float | None) -> float | None:
+        if answer.num_tokens is None or value is None:
             return None
-        if answered.num_tokens >= self.max_tokens:
+        if answer.num_tokens >= self.max_tokens:
             return self.exceed
         start, end = self.right if value >= 0.5 else self.wrong
-        share = (1 + math.cos(math.pi * answered.num_tokens / self.max_tokens)) / 2
+        share = (1 + math.cos(math.pi * answer.num_tokens / self.max_tokens)) / 2
         return end + (start - end) * share
 
     @property
     def seconds(self) -> float:  # type: ignore[override]  # of this verifier's options, so of the instance
-        """As long as the reward that judges."""
+        """The time limit of the reward that judges."""
         return self._judge.seconds
 
     @property
     def max_memory(self) -> int | None:  # type: ignore[override]  # the same
-        """As much as the reward that judges."""
+        """The memory limit of the reward that judges."""
         return self._judge.max_memory
 
     @property
     def trivial(self) -> str:  # type: ignore[override]  # the same
-        """That of the reward that judges."""
+        """The trivial answer of the reward that judges."""
         return self._judge.trivial
 
     @property
     def needs_reference(self) -> bool:  # type: ignore[override]  # the same
-        """Where the reward that judges does."""
+        """Whether the reward that judges needs a reference."""
         return self._judge.needs_reference
 
     @cached_property
@@ -187,5 +178,5 @@ class Stop(Verifier):
     otherwise: float = 0.0
     """Reward of an answer that was cut."""
 
-    def __call__(self, answered: Answered) -> float:
-        return self.ended if answered.finish_reason == "stop" else self.otherwise
+    def __call__(self, answer: RewardInput) -> float:
+        return self.ended if answer.finish_reason == "stop" else self.otherwise

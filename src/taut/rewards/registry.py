@@ -1,4 +1,5 @@
-"""All rewards by name, and how a configuration names them. A new verifier is a file and a line in ``REWARDS``.
+"""All rewards by name, and how a configuration names them. A new verifier is a file and a line in ``REWARDS``, or an
+entry point of a package (``taut.rewards``), as the reward ``code`` of taut_tools/sandbox.
 
 rewards = "math"
 rewards = ["exact_match", "own.py:function"]
@@ -7,35 +8,34 @@ rewards = ["math", {name = "length_target", weight = 0.1, options = {target = 20
 
 from __future__ import annotations
 
+import ast
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, cast
 
-from pydantic import Field
-
-from taut.config import configclass, home_path, restore
-from taut.data.template_files import SHIPPED
+from taut.config import home_path, restore
+from taut.data.render.template_files import SHIPPED
 from taut.errors import ConfigError
-from taut.io.user_code import read_user_code
-from taut.rewards.code import Code
+from taut.io import plugins
+from taut.io.user_code import added_code, added_files, find_code
+from taut.rewards.custom import UserReward
 from taut.rewards.format import JsonSchema, Language, Repetition, Tags
 from taut.rewards.gym import Gym
 from taut.rewards.judge import Judge, RewardModel, RewardServer
 from taut.rewards.length import LengthCosine, LengthOverlong, LengthTarget, Stop
 from taut.rewards.maths import Math
 from taut.rewards.numeric import Numeric
+from taut.rewards.settings import Judged, RewardSpec
 from taut.rewards.text_match import Contains, ExactMatch, Regex
-from taut.rewards.user import UserReward
-from taut.rewards.verifier import Answered, Judged, Verifier
+from taut.rewards.verifier import RewardInput, Verifier
 
 REWARDS: dict[str, type[Verifier]] = {
     "exact_match": ExactMatch,
     "contains": Contains,
     "numeric": Numeric,
     "math": Math,
-    "code": Code,
     "reasoning_gym": Gym,
     "format": Tags,
     "regex": Regex,
@@ -53,40 +53,8 @@ REWARDS: dict[str, type[Verifier]] = {
 """name -> verifier, a configclass of its options. Every entry is held to tests/unit/rewards/test_verifiers.py, and
 where it runs on this machine without a model, to tests/attacks/answers.py; both have a line for each."""
 
-
-@configclass
-class RewardSpec:
-    """One reward and its settings."""
-
-    name: str
-    """Name of a reward, or FILE.py:function."""
-    weight: float = 1.0
-    """Factor of its value in the total. 0: it is logged and does not count."""
-    label: str | None = None
-    """Name of its metric. By default the reward's name, or the function's."""
-    timeout: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Time limit for an answer, in seconds. The default depends on the reward; rewards that cannot hang have none."""
-    inside: str | None = None
-    """Judge only the content of the last tag of this name; an answer without the tag is judged as an empty one."""
-    after: str | None = None
-    """Judge only what follows the last such mark, as </think>; an answer without the mark is judged as an empty one."""
-    judges: Judged | None = None
-    """correctness: the check rewards.gold requires that right answers score higher than wrong ones. form (length,
-    style, format): it requires only that the reward can be computed. The default depends on the reward."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options of the reward; for FILE.py:function, arguments by name."""
-
-    def __post_init__(self) -> None:
-        if self.inside is not None and self.after is not None:
-            raise ConfigError(
-                f"the reward {self.name} has inside={self.inside} and after={self.after}; expected one of them; "
-                "remove one"
-            )
-
-    @property
-    def metric(self) -> str:
-        """Name of its metric."""
-        return self.label or self.name.rpartition(":")[2]
+ADDED = "taut.rewards"
+"""Entry points of packages that add verifier classes and functions, each a reward by its name."""
 
 
 @dataclass(frozen=True)
@@ -101,48 +69,53 @@ class Part:
     inside: str | None = None
     after: str | None = None
     judges: Judged | None = None
-    """What it judges by the configuration; None: by the verifier itself."""
+    """Judged quality by the configuration; None: by the verifier itself."""
 
-    def read(self, answered: Answered, is_bare: bool) -> Answered:
-        """The part of an answer that is judged. ``is_bare``: there are no marks around it."""
-        if is_bare:
-            return replace(answered, text=self.verifier.dress(answered.text))
+    def read(self, answer: RewardInput, extract: bool) -> RewardInput:
+        """Return the part of an answer that the reward judges. ``extract``: take it from between its marks (``inside``,
+        ``after``); otherwise the answer is bare, and the verifier writes it in the form that it reads.
+        """
+        if not extract:
+            return replace(answer, text=self.verifier.dress(answer.text))
         if self.after is not None:
-            _, mark, rest = answered.text.rpartition(self.after)
-            return _cut(answered, rest.strip() if mark else "")
+            _, mark, rest = answer.text.rpartition(self.after)
+            return _cut(answer, rest.strip() if mark else "")
         if self.inside is None:
-            return answered
-        _, opened, rest = answered.text.rpartition(f"<{self.inside}>")
+            return answer
+        _, opened, rest = answer.text.rpartition(f"<{self.inside}>")
         within, closed, _ = rest.partition(f"</{self.inside}>")
-        return _cut(answered, within.strip() if opened and closed else "")
+        return _cut(answer, within.strip() if opened and closed else "")
 
 
-def _cut(answered: Answered, text: str) -> Answered:
-    """The same with ``text`` as the answer, in the conversation too."""
-    turns = answered.messages
+def _cut(answer: RewardInput, text: str) -> RewardInput:
+    """Return the input with ``text`` as the answer, in the conversation too."""
+    turns = answer.messages
     last = max((k for k, turn in enumerate(turns) if turn.get("role") == "assistant"), default=None)
     if last is not None:
         turns = (*turns[:last], {"role": "assistant", "content": text}, *turns[last + 1 :])
-    return replace(answered, text=text, messages=turns)
+    return replace(answer, text=text, messages=turns)
 
 
 def listed(rewards: str | Sequence[str | RewardSpec]) -> list[RewardSpec]:
-    """The rewards of a configuration, which may be one name or several."""
+    """Return the rewards of a configuration, which may be one name or several."""
     each = [rewards] if isinstance(rewards, str) else rewards
     return [RewardSpec(name=spec) if isinstance(spec, str) else spec for spec in each]
 
 
 def files_of(rewards: str | Sequence[str | RewardSpec]) -> list[Path]:
-    """The user's own files that the rewards name."""
+    """Return the user's files that the rewards name."""
     named = [[spec.name, spec.options.get("judge")] for spec in listed(rewards)]
-    functions = [name for names in named for name in names if isinstance(name, str) and ":" in name]
-    return [home_path(name.rpartition(":")[0]) for name in functions]
+    names = [name for names in named for name in names if isinstance(name, str)]
+    functions = [home_path(name.rpartition(":")[0]) for name in names if ":" in name]
+    return functions + added_files(
+        (name for name in names if name not in REWARDS), ADDED, "the reward"
+    )
 
 
 def read_parts(
     rewards: str | Sequence[str | RewardSpec], reserved: Sequence[str] = ()
 ) -> list[Part]:
-    """The rewards of a configuration. ``reserved``: names of other metrics, which no reward may have."""
+    """Read the rewards of a configuration. ``reserved``: names of other metrics, which no reward may have."""
     parts: list[Part] = []
     for spec in listed(rewards):
         label = spec.metric
@@ -166,24 +139,61 @@ def read_parts(
 
 def verifier_of(name: str, options: Mapping[str, Any]) -> Verifier:
     """The verifier of a name with its options."""
-    if ":" in name:
-        code = read_user_code(
-            name, home_path(name.rpartition(":")[0]), f"the reward {name}", "function"
-        )
+    if (cls := class_of(name)) is not None:
+        place = f"in the options of the reward {name}"
+        return restore(cls, options, place, f"{name}.")
+    path = home_path(name.rpartition(":")[0])
+    if code := find_code(name, path, ADDED, f"the reward {name}", "function"):
         return UserReward(name, code, options)
-    if name not in REWARDS:
-        near = difflib.get_close_matches(name, REWARDS, 1)
-        hint = f"did you mean {near[0]}?" if near else "correct it"
+    known = [*REWARDS, *plugins.names(ADDED)]
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]}?" if near else "correct it"
+    raise ConfigError(
+        f"found the reward {name!r}; expected one of {', '.join(known)}, or FILE.py:function; {hint}"
+    )
+
+
+def class_of(name: str) -> type[Verifier] | None:
+    """The verifier class of a reward: one of the core, or one that a package adds, which is imported here. None: the
+    reward is a function, which only worker processes import, or there is none of this name. Raises ConfigError.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    label = f"the reward {name}"
+    code = None if ":" in name else added_code(name, ADDED, label, "function or class")
+    if code is None:
+        return None
+    # Read the source of a function, and do not run it.
+    try:
+        body = ast.parse(code.source).body
+    except (SyntaxError, ValueError):
+        body = []
+    if any(isinstance(it, ast.FunctionDef) and it.name == code.name for it in body):
+        return None
+    loaded = code.load()
+    if not isinstance(loaded, type) or not issubclass(loaded, Verifier):
+        return None
+    if "__pydantic_fields__" not in vars(loaded):
         raise ConfigError(
-            f"found the reward {name!r}; expected one of {', '.join(REWARDS)}, or FILE.py:function; {hint}"
+            f"{label}: the class {code.name} of {code.path} is no configclass; expected one; decorate it with "
+            "taut.config.configclass"
         )
-    return restore(REWARDS[name], options, f"in the options of the reward {name}")
+    return loaded
+
+
+def _made_from(
+    kinds: tuple[type[Verifier], ...], rewards: str | Sequence[str | RewardSpec]
+) -> Iterator[tuple[RewardSpec, Verifier]]:
+    """The rewards of these classes, and of classes that packages make from them."""
+    for spec in listed(rewards):
+        if issubclass(class_of(spec.name) or Verifier, kinds):
+            yield spec, verifier_of(spec.name, spec.options)
 
 
 def charges_steps(rewards: str | Sequence[str | RewardSpec]) -> bool:
     """Whether one of the rewards charges the steps of an answer apart."""
-    specs = [spec for spec in listed(rewards) if spec.name in ("reward_model", "reward_server")]
-    return any(_charges(verifier_of(spec.name, spec.options)) for spec in specs)
+    kinds = (RewardModel, RewardServer)
+    return any(_charges(verifier) for _, verifier in _made_from(kinds, rewards))
 
 
 def _charges(verifier: Verifier) -> bool:
@@ -195,16 +205,12 @@ def _charges(verifier: Verifier) -> bool:
 
 def models_of(rewards: str | Sequence[str | RewardSpec]) -> dict[str, RewardModel]:
     """The rewards' models that judge in this process, by label."""
-    models = {}
-    for spec in listed(rewards):
-        verifier = verifier_of(spec.name, spec.options) if spec.name == "reward_model" else None
-        if isinstance(verifier, RewardModel):
-            models[spec.label or spec.name] = verifier
-    return models
+    found = _made_from((RewardModel,), rewards)
+    return {spec.label or spec.name: cast(RewardModel, verifier) for spec, verifier in found}
 
 
 def files_read(rewards: str | Sequence[str | RewardSpec]) -> list[str]:
-    """Model directories and templates that the models in this process are read from."""
+    """Return the model directories and templates of the reward models in this process."""
     models = models_of(rewards).values()
     paths = [path for model in models for path in (model.model, model.template) if path]
     return [path for path in paths if path not in SHIPPED]

@@ -1,13 +1,12 @@
-"""What a verifier is: an answer and its row in, a number out, or None: it does not apply.
+"""Verifiers: an answer and its row in, a number out, or None where they do not apply.
 
-    verifier(answered) -> float | None
+    verifier(answer) -> float | None
 
 A verifier is a configclass; its fields are its options. A number may come with words, which are recorded beside it
-(``Explained``). An exception is an error with its reason, and so is a number
-that is not finite. Errors never become 0, and neither does what does not apply. An answer that cannot be judged,
-because it is too slow, too large or too deep (10**400, 9^9^9^9), is wrong and no error (``when_unjudged``). A value of
-the wrong type (a text, a tensor) is a bug, not an error of one answer: it stops the run (``read_number``, the one rule
-for rewards and environments).
+(``Explained``). An exception is an error with its reason, and so is a number that is not finite. Neither errors nor
+None become 0. An answer that cannot be judged, because it is too slow, too large or too deep (10**400, 9^9^9^9), is
+wrong and no error (``when_unjudged``). A value of the wrong type (a text, a tensor) is a bug, not an error of one
+answer: it stops the run (``read_number``, for rewards and environments).
 """
 
 from __future__ import annotations
@@ -16,38 +15,41 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import httpx2
 import numpy as np
 
 from taut.config import Decision, read_secret
 from taut.errors import ConfigError, DataError, EngineError, UserCodeError
-from taut.extras import install_command
 from taut.io import http
+from taut.io.extras import install_command
+from taut.rewards.settings import Judged, Place
 
 if TYPE_CHECKING:
     from taut.types import FinishReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
+class RewardInput:
     """A completion, or the last one of a conversation, and the row it answers."""
 
     text: str
-    """Without the token or string that ended it."""
+    """The completion without the token or string that ended it, with the beginning that its prompt gave it."""
     references: tuple[str, ...] = ()
     """The row's right answers, each of them right; empty if it has none."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The row as it is in the data."""
+    """The row of the data, unchanged."""
     num_tokens: int | None = None
     """Tokens that the policy wrote, the end token included; None: the answer was not sampled."""
     finish_reason: FinishReason = "stop"
     prompt: tuple[Mapping[str, Any], ...] | str = ()
     """The prompt: messages, or a text; the environment's first messages if it has its own."""
+    opened: str = ""
+    """The tag at the end of the prompt, such as ``<think>``: the answer goes on inside it."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """The conversation after the prompt, up to the policy's last turn: its turns and the environment's between them.
     Empty: ``text`` is all."""
@@ -57,15 +59,7 @@ FIELDS = ("text", "references", "row", "num_tokens", "finish_reason", "prompt", 
 """The names of parameters that a function of the user's may have."""
 
 
-Place: TypeAlias = Literal["here", "process", "remote", "model"]
-"""Where a verifier runs: in the caller's thread (it is quick and cannot hang), in a worker process that is killed where
-it takes too long, at a server, or as a model in the process that trains."""
-Judged: TypeAlias = Literal["correctness", "form"]
-"""What a reward judges: correctness (right answers score higher than wrong ones), or form (length, style, format),
-which says nothing about right and wrong."""
-
-
-REPLY_SHOWN = 2000
+MAX_REPLY = 2000
 """Characters that are kept of what a reward says beside its number."""
 
 
@@ -76,13 +70,13 @@ class Explained(float):
 
     reply: str
     steps: tuple[tuple[int, float], ...] = ()
-    """As of a Score."""
+    """``Score.steps``."""
 
     def __new__(cls, value: float, reply: str) -> Self:
-        """``reply`` is shortened to REPLY_SHOWN characters: its beginning, and its end, where a judge's number is."""
+        """``reply`` is shortened to MAX_REPLY characters: its beginning, and its end, where a judge's number is."""
         made = super().__new__(cls, value)
-        half = REPLY_SHOWN // 2 - 2
-        is_short = len(reply) <= REPLY_SHOWN
+        half = MAX_REPLY // 2 - 2
+        is_short = len(reply) <= MAX_REPLY
         made.reply = reply if is_short else f"{reply[:half]} .. {reply[-half:]}"
         return made
 
@@ -102,15 +96,15 @@ class Score(NamedTuple):
     """The words that came with the value (``Explained``)."""
     steps: tuple[tuple[int, float], ...] = ()
     """(character of the answer at which a step ends, the part of the value that it is charged with), where steps are
-    charged apart (``steps.py``); the parts add up to the value."""
+    charged apart (``process_rewards.py``); the parts add up to the value."""
 
 
 LIMITS = http.Limits(seconds=math.inf, max_bytes=2**24)
-"""Of one attempt; the caller has a deadline for all of them (``panel.py``)."""
+"""Limits of one attempt; the caller has a deadline for all of them (``reward_set.py``)."""
 RETRIES = http.Retries()
 TO_LISTEN = http.Limits(seconds=5.0, max_bytes=2**24)
-"""Of the request before the run that only needs a connection."""
-SHOWN = 200
+"""Limits of the request before the run that only needs a connection."""
+MAX_MESSAGE = 200
 """Characters of a server's own message that are repeated."""
 
 
@@ -156,7 +150,7 @@ class Client:
                 f"{LIMITS.max_bytes:,} bytes; correct the server"
             ) from None
         text = answer.text.replace(secret, "***") if secret else answer.text
-        beginning = " ".join(text.split())[:SHOWN]
+        beginning = " ".join(text.split())[:MAX_MESSAGE]
         if not answer.is_success:
             raise EngineError(f"HTTP {answer.status} from {url}: {beginning}")
         try:
@@ -177,24 +171,26 @@ class Verifier:
     seconds: ClassVar[float] = 10.0
     """Time limit for an answer, unless the configuration sets one; not for verifiers that run here."""
 
+    takes_groups: ClassVar[bool] = False
+    """Whether it judges the answers to one prompt together."""
     max_memory: ClassVar[int | None] = None
     """Bytes that judging one answer may take in a worker process; None: no limit is set."""
     unjudged: ClassVar[float | None] = None
-    """What ``when_unjudged`` returns."""
+    """The value of ``when_unjudged``."""
     trivial: ClassVar[str] = ""
     """An answer that is judged at once. Another answer counts as one that cannot be judged only if this one, to the
     same row, can be."""
 
-    def when_unjudged(self, answered: Answered) -> float | None:
-        """What an answer gets that cannot be judged in its time; None: that is an error."""
+    def when_unjudged(self, answer: RewardInput) -> float | None:
+        """Value of an answer that cannot be judged in its time; None: it is an error."""
         return self.unjudged
 
-    def settled(self) -> tuple[Verifier, Decision | None]:
+    def resolve_defaults(self) -> tuple[Verifier, Decision | None]:
         """The verifier with what taut chooses for the user, the same in all processes; and that decision."""
         return self, None
 
     def prepare(self) -> None:
-        """Called once in the process where it runs, before the first answer. Raises ConfigError if it cannot work."""
+        """Get ready, once in the process where it runs, before the first answer. Raises ConfigError where it cannot."""
 
     def dress(self, reference: str) -> str:
         """A reference written as an answer: before a run, a reference has to be judged right."""
@@ -205,12 +201,16 @@ class Verifier:
         ``prepare``.
         """
 
-    def __call__(self, answered: Answered) -> float | None:
+    def __call__(self, answer: RewardInput) -> float | None:
         """The value of one answer; None: it does not apply."""
         raise NotImplementedError
 
-    async def ask(self, client: Client, answered: Answered) -> float | None:
-        """The same for a verifier that runs at a server."""
+    def judge_group(self, group: Sequence[RewardInput]) -> Sequence[float | None]:
+        """The values of answers to one prompt."""
+        return [self(answer) for answer in group]
+
+    async def ask(self, client: Client, answer: RewardInput) -> float | None:
+        """Return the value, for a verifier that runs at a server."""
         raise NotImplementedError
 
 

@@ -1,7 +1,8 @@
 """The worker process: verifiers in, answers in, scores out, until its pipe is closed.
 
-It is a helper process (``taut.io.helper``), and imports neither torch nor transformers. ``workers.py`` is the other
-end.
+It is a helper process (``taut.io.worker_process``), and imports neither torch nor transformers. ``workers.py`` is the
+other end. A function of the user's may fork and return in the copy, too: the copy ends, and the answer is an error.
+Where it closes descriptors that it did not open, the process ends with the status ``CLOSED``.
 """
 
 from __future__ import annotations
@@ -9,22 +10,28 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO, cast
 
 from taut.errors import TautError, UserCodeError
 from taut.io.console import Printer
-from taut.io.helper import begin
-from taut.rewards.user import UserReward
-from taut.rewards.verifier import Answered, Judged, Score, Verifier, reason, scored
+from taut.io.worker_process import begin
+from taut.rewards.custom import UserReward
+from taut.rewards.settings import Judged
+from taut.rewards.verifier import RewardInput, Score, Verifier, reason, scored
 
 SPARE = 2.0
 """The kernel ends a worker in an answer (SIGPROF) after this many times its limit, in processor time of all cores."""
+CLOSED = 4
+"""Exit status of a process whose pipe was closed by a function of the user's."""
+COPY_SECONDS = 0.2
+"""Seconds in which a copy of a process that was made in an answer may return."""
 ANYTHING = (Exception, SystemExit, KeyboardInterrupt)
-"""What a function of the user's may raise; Ctrl-C does not reach this process."""
+"""Exceptions that a function of the user may raise; Ctrl-C does not reach this process."""
 
 
 class Loaded(NamedTuple):
@@ -33,65 +40,102 @@ class Loaded(NamedTuple):
     trouble: str | None
     """Why it cannot be used; None: it can."""
     judges: Judged = "correctness"
-    """What it judges, which for a function of the user's only the process that ran its file knows."""
+    """The judged quality. Of a function of the user only the process that ran its file knows it."""
+    takes_groups: bool = False
+    """``Verifier.takes_groups``."""
 
 
 def main(descriptor: int, leash: int) -> None:
     """Serve what comes through the pipe. The first message is the verifiers by label.
 
-    A request is a verifier's number, an answer, or None to load it only, and the seconds it may take. The first reply
-    says whether the verifier is loaded (``Loaded``); then comes the score. So loading takes nothing of an answer's
-    time, and a worker in the place of a killed one loads what it is asked for and no more.
+    A request is (number of a verifier, answers to one prompt or None to only load the verifier, seconds that it may
+    take). The first reply says whether the verifier is loaded (``Loaded``); then come the scores. So loading does not
+    count towards an answer's time, and the worker that replaces a killed one loads only what it is asked for.
     """
     pipe = begin(descriptor, leash)
+    own, ours = os.getpid(), os.fstat(pipe.fileno())
+    told, tell = os.pipe()
+    forks: list[None] = []
+    os.register_at_fork(after_in_parent=lambda: forks.append(None))
+
+    def require_own(label: str, error: str | None = None) -> None:
+        """End this process if a function of the user's copied it, or closed its pipe."""
+        with contextlib.suppress(OSError):
+            if os.getpid() != own and not (error or "").startswith(SystemExit.__name__):
+                os.write(tell, f"{label}\n".encode())
+            if os.getpid() == own and os.path.samestat(os.fstat(pipe.fileno()), ours):
+                return
+        os._exit(CLOSED)
+
     sys.stdout, sys.stderr = (
         cast(TextIO, Printer.on(stream)) for stream in (sys.stdout, sys.stderr)
     )
     verifiers = pipe.recv()
     loaded: dict[int, Loaded] = {}
+    copied: set[str] = set()
+    """Rewards that returned in a copy."""
     while True:
         try:
-            number, answered, seconds = pipe.recv()
+            number, group, seconds = pipe.recv()
         except EOFError:
             return
+        # Load the verifier, when it is first asked for.
         label, verifier = verifiers[number]
+        forks.clear()
         if number not in loaded:
             try:
                 verifier.prepare()
-                loaded[number] = Loaded(None, verifier.judges)
+                loaded[number] = Loaded(None, verifier.judges, verifier.takes_groups)
             except TautError as error:
                 loaded[number] = Loaded(str(error))
             except ANYTHING as error:  # the parent raises it
                 loaded[number] = Loaded(
                     f"the reward {label} cannot be loaded: {reason(error)}; expected one that can; correct it"
                 )
+        require_own(label)
         pipe.send(loaded[number])
-        if answered is None or loaded[number].trouble is not None:
+        if group is None or loaded[number].trouble is not None:
             continue
+        # Judge the answers, within limits of time and memory.
         signal.setitimer(signal.ITIMER_PROF, SPARE * (seconds + 1) * (os.cpu_count() or 1))
         with _memory(verifier.max_memory):
-            score = judged(label, verifier, answered, ANYTHING)
+            scores = judged_group(label, verifier, group, ANYTHING)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.flush()
-        pipe.send(score)
+        require_own(label, scores[0].error)
+        # A copy of this process that returned from the function, too, has said so.
+        while select.select([told], [], [], COPY_SECONDS if forks else 0)[0]:
+            copied.update(os.read(told, 4096).decode().split("\n"))
+            forks.clear()
+        if label in copied:
+            copied.remove(label)
+            fault = f"{label} forked and returned in the copy, too; expected it to return once; end the copy"
+            scores = [Score(error=f"{fault} with os._exit")] * len(group)
+        pipe.send(scores)
 
 
-def judged(
+def judged(label: str, verifier: Verifier, answer: RewardInput) -> Score:
+    """A verifier's score of one answer; an exception becomes an error."""
+    return judged_group(label, verifier, [answer])[0]
+
+
+def judged_group(
     label: str,
     verifier: Verifier,
-    answered: Answered,
+    group: Sequence[RewardInput],
     caught: tuple[type[BaseException], ...] = (Exception,),
-) -> Score:
-    """A verifier's score of one answer; an exception becomes an error."""
+) -> list[Score]:
+    """A verifier's scores of answers that it judges together; an exception becomes an error of each."""
     try:
-        return scored(label, verifier(answered))
+        return [scored(label, value) for value in verifier.judge_group(group)]
     except UserCodeError as error:
-        return Score(error=str(error), is_wrong_type=True)
+        failed = Score(error=str(error), is_wrong_type=True)
     except TautError as error:
-        return Score(error=reason(error), is_ours=True)
+        failed = Score(error=reason(error), is_ours=True)
     except caught as error:
         place = verifier.code.line_of(error) if isinstance(verifier, UserReward) else ""
-        return Score(error=reason(error) + place)
+        failed = Score(error=reason(error) + place)
+    return [failed] * len(group)
 
 
 @contextlib.contextmanager

@@ -3,27 +3,32 @@
 Each answer has a time limit from the moment its worker begins. A worker that exceeds it is killed with every process
 it started, the answer is an error, and the next answer gets a new worker. The same holds for a worker that dies, and
 for one that is stopped (SIGSTOP), whether before an answer or during it. Workers are helper processes
-(``taut.io.helper``).
+(``taut.io.worker_process``).
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from errno import EBADMSG
 from queue import LifoQueue
+from typing import Any
 
 from taut.errors import ConfigError
-from taut.io.helper import Helper, Late, how_it_ended
+from taut.io.worker_process import Helper, Late, how_it_ended
 from taut.rewards.registry import Part
-from taut.rewards.verifier import Answered, Judged, Score
-from taut.rewards.worker import Loaded
+from taut.rewards.verifier import RewardInput, Score
+from taut.rewards.worker import CLOSED, Loaded
 
 START_SECONDS = 120.0
 """Time limit for starting a process and loading a verifier, apart from the answers' limits."""
+MOST_BYTES = 2**20
+"""Largest message of a worker: a score, or why there is none."""
 COMMAND = "from taut.rewards.worker import main; main({}, {})"
 SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of a worker: sets have the same order everywhere, and workers leave the cores to the trainer."""
@@ -43,8 +48,10 @@ class Workers:
         self._workers = workers
         self._at_exit = weakref.finalize(self, _let_go, workers)
 
-    def require_loadable(self) -> dict[str, Judged]:
-        """Load each verifier; what it judges, by label. Raises ConfigError for one that cannot be loaded."""
+    def require_loadable(self) -> dict[str, Loaded]:
+        """Load each verifier. Returns the process's report of each, by label. Raises ConfigError if one cannot be
+        loaded.
+        """
         worker = self._idle.get()
         try:
             return {
@@ -53,9 +60,9 @@ class Workers:
         finally:
             self._idle.put(worker)
 
-    def start(self, number: int, answered: Answered) -> Future[Score]:
-        """The word of ``parts[number]`` on an answer, to be."""
-        return self._threads.submit(self._ask, number, answered)
+    def start(self, number: int, group: Sequence[RewardInput]) -> Future[list[Score]]:
+        """Start scoring answers that ``parts[number]`` judges together. The time limits of the answers are added up."""
+        return self._threads.submit(self._ask, number, group)
 
     def drop(self) -> None:
         """End the running call, whose result is no longer needed. The next answer gets a new process."""
@@ -70,24 +77,27 @@ class Workers:
         self._threads.shutdown(cancel_futures=True)
         self._at_exit()
 
-    def _ask(self, number: int, answered: Answered) -> Score:
-        """The word on an answer. One that cannot be judged counts as wrong, if another answer to the same row can be.
+    def _ask(self, number: int, group: Sequence[RewardInput]) -> list[Score]:
+        """Score answers that are judged together. An answer that cannot be judged counts as wrong, if a trivial answer
+        to the same row can be judged.
 
-        An error is ours where it says so (``is_ours``), and where the system killed the process: answers are limited in
-        memory, so it was not this one that took too much.
+        An error is not the answer's fault if it says so (``is_ours``), or if the system killed the process: the memory
+        of an answer is limited, so something else took too much.
         """
         part, num_drops = self._parts[number], self._num_drops
+        part = replace(part, timeout=part.timeout * len(group))
         worker = self._idle.get()
         try:
-            score = worker.ask(number, answered, part)
+            scores, answer = worker.ask(number, group, part), group[0]
+            score = scores[0]
             if score.error is None or score.is_ours or score.is_wrong_type:
-                return score
-            wrong = part.verifier.when_unjudged(answered)
+                return scores
+            wrong = part.verifier.when_unjudged(answer)
             if wrong is None or score.error.endswith(signal.SIGKILL.name):
-                return score
-            control = worker.ask(number, replace(answered, text=part.verifier.trivial), part)
+                return scores
+            (control,) = worker.ask(number, [replace(answer, text=part.verifier.trivial)], part)
             is_judged = control.error is None and num_drops == self._num_drops
-            return Score(wrong, unjudged=score.error) if is_judged else score
+            return [Score(wrong, unjudged=score.error)] if is_judged else scores
         finally:
             self._idle.put(worker)
 
@@ -108,27 +118,29 @@ class _Worker:
         self._loaded: set[int] = set()
         """Numbers of the verifiers that the process has loaded."""
 
-    def load(self, number: int, part: Part, answered: Answered | None = None) -> Judged:
-        """Let the process load a verifier and begin with ``answered``; what the verifier judges. ConfigError: the
-        verifier cannot be loaded. Late: it is loaded, and says nothing in an answer's time.
+    def load(self, number: int, part: Part, group: Sequence[RewardInput] | None = None) -> Loaded:
+        """Let the process load a verifier and begin with ``group``. Returns the process's report of the verifier.
+        Raises ConfigError if it cannot be loaded, and Late if a loaded one does not reply within an answer's time.
         """
         remedy = f"expected the reward {part.label} to be loaded; correct it"
-        helper, is_new = self.helper, not self.helper.is_alive
+        helper = self.helper
+        is_new = not helper.is_alive or helper.pipe.poll()  # nothing is asked: it has ended
         if is_new and self._is_stopped:
             raise ConfigError("the rewards are closed; expected no answer after that")
+        # Loading has its own time; a loaded verifier replies within an answer's.
         is_loaded = not is_new and number in self._loaded
         seconds = part.timeout if is_loaded else START_SECONDS
         try:
             if is_new:
                 self._loaded.clear()
-                helper.start(COMMAND, {**os.environ, **SETTINGS}, stdout=None)
+                helper.start(COMMAND, {**os.environ, **SETTINGS}, stdout=None, is_kept=True)
             with helper.limit(seconds):
                 if is_new:
                     helper.pipe.send(self._verifiers)
-                helper.pipe.send((number, answered, part.timeout))
-                loaded: Loaded = helper.pipe.recv()
+                helper.pipe.send((number, group, part.timeout))
+                loaded: Loaded = self._received()
         except Late:
-            if is_loaded and answered is not None:
+            if is_loaded and group is not None:
                 raise
             raise ConfigError(f"found nothing within {seconds:g} s; {remedy}") from None
         except (EOFError, OSError) as error:
@@ -137,29 +149,49 @@ class _Worker:
             helper.end()  # the obstacle may be gone at the next attempt
             raise ConfigError(loaded.trouble)
         self._loaded.add(number)
-        return loaded.judges
+        return loaded
 
-    def ask(self, number: int, answered: Answered, part: Part) -> Score:
-        """The verifier's score of an answer, or the error of its process."""
+    def ask(self, number: int, group: Sequence[RewardInput], part: Part) -> list[Score]:
+        """The verifier's scores of answers, or the error of its process."""
         try:
-            self.load(number, part, answered)
+            self.load(number, part, group)
             with self.helper.limit(part.timeout):
-                score: Score = self.helper.pipe.recv()
-            return score
+                scores: list[Score] = self._received()
+            return scores
         except ConfigError as error:
-            return Score(error=str(error))
+            failed = Score(error=str(error))
         except Late:
-            return Score(error=f"{part.label} took longer than {part.timeout:g} s and was killed")
+            failed = Score(error=f"{part.label} took longer than {part.timeout:g} s and was killed")
         except (EOFError, OSError) as error:
-            return Score(error=f"{part.label} ended its process, which {self._ended(error)}")
+            failed = Score(error=f"{part.label} ended its process, which {self._ended(error)}")
+        return [failed] * len(group)
 
     def stop(self) -> None:
         """Kill the process and start no other."""
         self._is_stopped = True
         self.helper.kill()
 
+    def _received(self) -> Any:
+        """Return the message of the process. Raises OSError for one that no worker sends."""
+        try:
+            return pickle.loads(self.helper.pipe.recv_bytes(MOST_BYTES))
+        except EOFError:
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise OSError(EBADMSG, "no message of a worker") from None
+
     def _ended(self, error: Exception) -> str:
-        """How a process ended that closed its pipe, or why there is none."""
+        """Return how a process ended that closed its pipe, or why there is none."""
         if self.helper.process is None:
             return f"cannot be started ({error})"
-        return how_it_ended(self.helper.reap())
+        if isinstance(error, OSError) and error.errno == EBADMSG:
+            self.helper.end()
+            return "had something else written into its pipe; expected a reward to write to its own files; correct it"
+        status = self.helper.reap()
+        if status == CLOSED:
+            return (
+                "found its descriptors closed; expected a reward to close its own alone; correct it"
+            )
+        return how_it_ended(status)

@@ -31,26 +31,27 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NotRequired
+from typing import Annotated, Any, ClassVar, NamedTuple, NotRequired
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from taut.config import configclass
-from taut.errors import CheckFailed, ConfigError
-from taut.losses import Loss, policy
+from taut.errors import CheckFailed
 from taut.losses import advantages as shaping
+from taut.losses import policy
 from taut.losses.advantages import Estimator, Outcomes, Scale, are_alike, by_sample, gae, whiten
+from taut.losses.loss import Loss
 from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, ModelScores, sample_of
 from taut.rl.sampler import Trajectory
+from taut.rl.settings import ShapingConfig
 from taut.types import TEACHER_LOGP, FloatArray, Sample, Tree, Wants
 
 
 class TrainSample(NamedTuple):
-    """What is trained on: the trajectories of a group as a tree, each token with its advantage."""
+    """A group to train on: its trajectories as a tree, each token with its advantage."""
 
     version: int
     """The version of the oldest weights that sampled it."""
@@ -65,31 +66,33 @@ class TrainSample(NamedTuple):
         return any(advantage_N is None or bool(advantage_N.any()) for advantage_N in streams)
 
     @classmethod
-    def of(cls, made: Sequence[tuple[Trajectory, Sample]], *, is_atom: bool = False) -> TrainSample:
-        """The samples that were made of a group's trajectories."""
-        version = min(trajectory.version for trajectory, _ in made)
-        return cls(version, Tree(tuple(sample for _, sample in made), is_atom))
+    def of(
+        cls, pairs: Sequence[tuple[Trajectory, Sample]], *, is_atom: bool = False
+    ) -> TrainSample:
+        """Make a group's tree of its trajectories, each with its sample."""
+        version = min(trajectory.version for trajectory, _ in pairs)
+        return cls(version, Tree(tuple(sample for _, sample in pairs), is_atom))
 
 
 class Credit:
-    """How a method learns from rewarded trajectories; the base of all kinds."""
+    """The base of all credits: how a method learns from rewarded trajectories."""
 
     wants = Wants(logp=False)
-    """What has to be computed of a rollout before it is trained on: the policy's logprobs, the critic's values."""
+    """Which scores of a rollout are computed before training on it: the policy's logprobs, the critic's values."""
     bootstraps_cut = False
-    """Whether the critic's value after the last token of a trajectory that was cut is needed, too."""
+    """Whether a trajectory that was cut also needs the critic's value after its last token."""
     good = 1.0
-    """A reward that something is learned from, where another answer has 1 less."""
+    """Reward of the better of two made-up answers (``dry_run_group``). The other has 1 less."""
     estimator: Estimator | None = None
-    """How advantages are estimated from the rewards of a group, where they are."""
+    """The estimator of advantages from the rewards of a group, if there is one."""
     is_plain = True
-    """Whether rewards are compared as they are: neither shaped nor with a penalty."""
+    """Whether rewards are compared without shaping and without a penalty."""
     num_listed = 0
-    """Likeliest tokens that a teacher lists at each target."""
+    """Number of likeliest tokens that a teacher lists at each target."""
     is_taught = False
     """Whether teachers have a part in the advantages."""
     needs_one = False
-    """Whether there is nothing to train on without a group that is useful."""
+    """Whether a rollout without a useful group cannot be trained on."""
     takes_branches = False
     """Whether trajectories may have branches."""
 
@@ -97,7 +100,7 @@ class Credit:
         self.loss = loss
 
     def bare(self, groups: Sequence[Group]) -> list[Tree]:
-        """The groups as trees without advantages, as the models that score them see them."""
+        """The groups as trees without advantages, for the models that score them."""
         reads = {"has_reads": self.wants.scalar, "has_bootstrap": self.bootstraps_cut}
         return [
             Tree(tuple(sample_of(p, **reads) for t in group.trajectories for p in t.parts))
@@ -105,7 +108,7 @@ class Credit:
         ]
 
     def scored(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The groups whose scores ``assign`` needs: all, unless a part of them is not computed by the loss."""
+        """The groups whose scores ``assign`` needs: all, unless the loss does not compute some of them."""
         return groups
 
     def is_useful(self, group: Group) -> bool:
@@ -118,7 +121,7 @@ class Credit:
     def assign(
         self, groups: Sequence[Group], scores: ModelScores
     ) -> tuple[list[TrainSample], dict[str, float]]:
-        """What is trained on of these groups, all of whose trajectories have a reward; and metrics."""
+        """Return the samples to train on and metrics. All trajectories of ``groups`` have a reward."""
         raise NotImplementedError
 
     def learn(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
@@ -148,35 +151,8 @@ VALUE_RANGE = (0.05, 0.95)
 """Quantiles of a critic's values over the states of a rollout: ``value_low`` and ``value_high``."""
 
 
-@configclass
-class ShapingConfig:
-    """Shaping of rewards before they are compared, in this order."""
-
-    missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
-    """Penalty for a completion that was cut before its end."""
-    soft_overlong: Annotated[int, Field(ge=1)] | None = None
-    """Soft overlong punishment (DAPO): a penalty that begins this many tokens before the limit and falls to -1 at the
-    limit, rollout.max_new_tokens or, with an environment, rollout.environment.max_tokens. None: no penalty."""
-    length_penalty: Annotated[float, Field(ge=0)] = 0.0
-    """Penalty for a completion as long as that limit; in proportion for shorter ones."""
-    clip: Annotated[float, Field(gt=0)] | None = None
-    """Clip range: rewards are clipped to [-clip, clip]. None: no clipping."""
-    scale: Literal["none", "batch", "running"] = "none"
-    """Divide rewards by their standard deviation: of the rollout (batch), or of all rollouts so far (running)."""
-    overlong: Literal["keep", "drop"] = "keep"
-    """drop: completions that were cut are compared with the others, but not trained on (DAPO's overlong filter)."""
-
-    def require_room(self, limit: int) -> None:
-        """Raise ConfigError where the margin is longer than the completions."""
-        if self.soft_overlong is not None and self.soft_overlong > limit:
-            raise ConfigError(
-                f"shaping.soft_overlong={self.soft_overlong} is longer than a completion may be, {limit} tokens; "
-                "expected the part of it in which the penalty grows; lower it"
-            )
-
-
 class Gae(NamedTuple):
-    """How a critic's values become advantages."""
+    """Generalized advantage estimation: advantages from a critic's values."""
 
     gamma: float
     lam: float
@@ -198,7 +174,7 @@ class EntropyTarget(NamedTuple):
 
     target: float
     step: float
-    """How much a rollout changes the coefficient."""
+    """Change of the coefficient per rollout."""
     initial: float = 0.0
     """The coefficient at first."""
 
@@ -262,8 +238,8 @@ class PolicyCredit(Credit):
         self._entropy_coef = 0.0 if entropy is None else entropy.initial
 
     def scored(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Not those whose advantages are 0 whatever the scores, where the loss leaves such samples out. The engine's
-        logprobs stand in for the old policy's there; nothing reads them.
+        """All groups but those whose advantages are 0 whatever the scores, if the loss does not compute such samples.
+        There the engine's logprobs stand in for the old policy's, and nothing reads them.
         """
         estimate = self.estimator
         if estimate is None or estimate.is_whitened or self.penalty is not None or self.is_taught:
@@ -271,11 +247,11 @@ class PolicyCredit(Credit):
         trajectories, group_S = _numbered(groups)
         outcomes = self._outcomes(trajectories, group_S, *self._shaped(trajectories))
         assessed = zip(group_S.tolist(), estimate.assessed(outcomes), strict=True)
-        loud = {number for number, advantage_N in assessed if advantage_N.any()}
+        useful = {number for number, advantage_N in assessed if advantage_N.any()}
         return [
             group
             for number, group in enumerate(groups)
-            if number in loud
+            if number in useful
             or not all(self._is_silent(part) for t in group.trajectories for part in t.parts)
         ]
 
@@ -288,27 +264,28 @@ class PolicyCredit(Credit):
         if not trajectories:
             return False
         reward_S = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-        outcomes = self._outcomes(
-            trajectories, torch.zeros(reward_S.numel()).long(), Scale(), reward_S
-        )
+        group_S = torch.zeros(reward_S.numel()).long()
+        outcomes = self._outcomes(trajectories, group_S, Scale(), reward_S)
         return any(advantage_N.any() for advantage_N in estimate.assessed(outcomes))
 
     def require_usable(self, groups: Sequence[Group]) -> None:
         trajectories = [t for group in groups for t in group.trajectories]
         parts = [part for t in trajectories for part in t.parts]
         unknown = [part.name for part in parts if not np.isfinite(part.logp_N).all()]
+        has_any = any(t.turn_rewards for t in trajectories)
+        problem = ""
         if self.is_bypassed and unknown:
-            raise CheckFailed(
+            problem = (
                 f"old_logprobs=engine, and the engine gave no logprobs for {len(unknown)} completions, such as "
                 f"{unknown[0]}; expected one of each sampled token; set old_logprobs=trainer"
             )
-        has_any = any(t.turn_rewards for t in trajectories)
-        if self.needs_turn_rewards and groups and not has_any:
-            raise CheckFailed(
-                "advantage_level=turn, and no turn of the rollout has a reward of its own; expected a reward of steps, "
-                "0 where a step is worth nothing; let an environment's step return Step(reward=...), name a reward "
-                "with steps.charge=true, or set advantage_level=trajectory"
+        elif self.needs_turn_rewards and groups and not has_any:
+            problem = (
+                "advantage_level=turn, and no turn of the rollout has a reward; expected one of each step, be it 0; "
+                "return Step(reward=...), set steps.charge=true of a reward, or set advantage_level=trajectory"
             )
+        if problem:
+            raise CheckFailed(problem)
 
     def _outcomes(
         self,
@@ -317,9 +294,9 @@ class PolicyCredit(Credit):
         scale: Scale,
         reward_S: Tensor,
     ) -> Outcomes:
-        """What an estimator reads of trajectories. ``scale``: by which their rewards were divided."""
-        names = dict.fromkeys(name for t in trajectories for name in t.verdict.parts)
-        scores = [t.verdict.parts for t in trajectories]
+        """Return the input of an estimator. ``scale``: the divisor of the rewards."""
+        names = dict.fromkeys(name for t in trajectories for name in t.reward_result.parts)
+        scores = [t.reward_result.parts for t in trajectories]
         parts = {
             name: torch.tensor(
                 [
@@ -357,17 +334,20 @@ class PolicyCredit(Credit):
     def assign(
         self, groups: Sequence[Group], scores: ModelScores
     ) -> tuple[list[TrainSample], dict[str, float]]:
+        # Rewards, shaped, and the scores of each trajectory.
         trajectories, group_S = _numbered(groups)
         scale, reward_S = self._shaped(trajectories)
 
         def scores_of(part: Trajectory) -> dict[str, FloatArray]:
-            # the engine's logprobs stand in where a group was not scored, and where they are taken for the old policy's
+            # the engine's logprobs stand in for the old policy's where a group was not scored, or old_logprobs=engine
             return {POLICY: part.logp_N} | scores.get(part.name, {})
 
         scores_S = [scores_of(trajectory) for trajectory in trajectories]
         metrics: dict[str, float] = {}
         if self.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())
+
+        # The divergence from the reference as a penalty of each token, and the entropy.
         penalties = [torch.zeros(t.num_sampled, dtype=torch.float64) for t in trajectories]
         if self.penalty is not None:
             logps = [(_tensor(own[POLICY]), _tensor(own[REFERENCE])) for own in scores_S]
@@ -378,9 +358,13 @@ class PolicyCredit(Credit):
             metrics["kl_coef"] = self._coef
         values: dict[str, float] = {}
         if self.entropy is not None:
-            metrics["entropy_sampled"] = _entropy_of(trajectories)
+            # the mean of -logp of sampled tokens is an unbiased estimate of the entropy, in nats a token
+            sampled = np.concatenate([part.logp_N for t in trajectories for part in t.parts])
+            metrics["entropy_sampled"] = float(-np.nanmean(sampled))
             values["entropy_coef"] = self._entropy_coefs(metrics["entropy_sampled"])[0]
             metrics["entropy_coef"] = values["entropy_coef"]
+
+        # Advantages: by the critic's values, or compared within groups.
         returns: Sequence[FloatArray | None] = [None] * len(trajectories)
         if isinstance(self.estimate, Gae):
             of_critic = [_tensor(own[VALUE]) for own in scores_S]
@@ -388,21 +372,23 @@ class PolicyCredit(Credit):
                 self.estimate, trajectories, reward_S, scale, penalties, of_critic
             )
             metrics |= ranges
-            # All trajectories are compared with each other, one alone with what the critic expects.
+            # Signal: the rewards of all trajectories differ; a single one is compared with the critic's value.
             differ = len(trajectories) == 1 or not are_alike(reward_S.tolist())
             has_signal = [differ] * len(groups)
         else:
             outcomes = self._outcomes(trajectories, group_S, scale, reward_S)
             estimated = self.estimate(outcomes, penalties)
             advantages = [advantage_N.numpy() for advantage_N in estimated]
-            # By the rewards alone: what a penalty takes off is never all the same.
+            # Signal by the rewards alone: penalties always differ, so with them every group would seem to have one.
             assessed = zip(group_S.tolist(), self.estimate.assessed(outcomes), strict=True)
-            loud = {number for number, advantage_N in assessed if advantage_N.any()}
-            has_signal = [number in loud for number in range(len(groups))]
-        if self.is_taught:
-            taught = [self._by_teacher(own) for own in scores_S]
+            useful = {number for number, advantage_N in assessed if advantage_N.any()}
+            has_signal = [number in useful for number in range(len(groups))]
+        if self.is_taught:  # a teacher judges each token (module docstring)
+            taught = [self.distill_coef * (own[TEACHER_LOGP] - own[POLICY]) for own in scores_S]
             advantages = [own + more for own, more in zip(advantages, taught, strict=True)]
             has_signal = [True] * len(groups)
+
+        # Samples: each path of a trajectory with its streams.
         samples_of: list[list[tuple[Trajectory, Sample]]] = [[] for _ in groups]
         num_learned = 0
         for number, trajectory, advantage_N, return_N in zip(
@@ -434,17 +420,14 @@ class PolicyCredit(Credit):
             )
         if self.shaping.overlong == "drop":
             metrics["dropped"] = 1.0 - num_learned / len(trajectories)
+
+        # Trees: one for each group.
         train_samples = [
-            TrainSample.of(made)._replace(has_signal=differ)
-            for made, differ in zip(samples_of, has_signal, strict=True)
-            if made
+            TrainSample.of(pairs)._replace(has_signal=differ)
+            for pairs, differ in zip(samples_of, has_signal, strict=True)
+            if pairs
         ]
         return train_samples, metrics
-
-    def _by_teacher(self, own: Mapping[str, FloatArray]) -> FloatArray:
-        """What a teacher adds to the advantages of a trajectory's tokens (module docstring)."""
-        added_N: FloatArray = self.distill_coef * (own[TEACHER_LOGP] - own[POLICY])
-        return added_N
 
     def learn(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
         self._scale, _ = self._shaped([t for group in groups for t in group.trajectories])
@@ -475,27 +458,26 @@ class PolicyCredit(Credit):
         self._entropy_coef = remembered.get("entropy_coef", self._entropy_coef)
 
     def _shaped(self, trajectories: Sequence[Trajectory]) -> tuple[Scale, Tensor]:
-        """The rewards as they are compared, and the scale that they were divided by."""
-        how, limit = self.shaping, self.limit
+        """The rewards after shaping, and the scale by which they were divided."""
+        config, limit = self.shaping, self.limit
         reward_S = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
         # tokens beyond the prompt: an environment's too, as its limit counts them
         length_S = torch.tensor([int(t.ids_T.size - t.sampled_at_N[0]) for t in trajectories])
-        if how.missing_eos_penalty:
+        if config.missing_eos_penalty:
             ends = [trajectory.finish_reason for trajectory in trajectories]
-            reward_S = reward_S + shaping.unfinished(ends, how.missing_eos_penalty)
-        if how.soft_overlong is not None:
-            reward_S = reward_S + shaping.soft_overlong(
-                length_S, limit=limit, margin=how.soft_overlong
-            )
-        if how.length_penalty:
+            reward_S = reward_S + shaping.unfinished(ends, config.missing_eos_penalty)
+        if config.soft_overlong is not None:
+            margin = config.soft_overlong
+            reward_S = reward_S + shaping.soft_overlong(length_S, limit=limit, margin=margin)
+        if config.length_penalty:
             reward_S = reward_S + shaping.length_cost(
-                length_S, limit=limit, coef=how.length_penalty
+                length_S, limit=limit, coef=config.length_penalty
             )
-        if how.clip is not None:
-            reward_S = reward_S.clamp(-how.clip, how.clip)
-        if how.scale == "none":
+        if config.clip is not None:
+            reward_S = reward_S.clamp(-config.clip, config.clip)
+        if config.scale == "none":
             return self._scale, reward_S
-        scale = (self._scale if how.scale == "running" else Scale()).merged(reward_S)
+        scale = (self._scale if config.scale == "running" else Scale()).merged(reward_S)
         return scale, scale.scaled(reward_S)
 
 
@@ -504,11 +486,6 @@ def _numbered(groups: Sequence[Group]) -> tuple[list[Trajectory], Tensor]:
     trajectories = [t for group in groups for t in group.trajectories]
     numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
     return trajectories, torch.tensor(numbers)
-
-
-def _entropy_of(trajectories: Sequence[Trajectory]) -> float:
-    """The mean of -logp of what the engine sampled, in nats a token: an unbiased estimate of its entropy."""
-    return float(-np.nanmean(np.concatenate([p.logp_N for t in trajectories for p in t.parts])))
 
 
 def turns_of(trajectory: Trajectory) -> tuple[Tensor, Tensor]:
@@ -523,16 +500,17 @@ def turns_of(trajectory: Trajectory) -> tuple[Tensor, Tensor]:
 
 
 def _by_critic(
-    how: Gae,
+    config: Gae,
     trajectories: Sequence[Trajectory],
     reward_S: Tensor,
     scale: Scale,
     penalties: Sequence[Tensor],
     values: Sequence[Tensor],
 ) -> tuple[list[FloatArray], list[FloatArray], dict[str, float]]:
-    """(advantages, returns) of each trajectory's tokens, and the ranges of the critic's values and of the discounted
-    sums of the rewards from each token on, in which no value of the critic has a part.
+    """(advantages, returns) of each trajectory's tokens, and two ranges: of the critic's values, and of the discounted
+    sum of rewards from each token on, which reads no value of the critic.
     """
+    # each trajectory: rewards of its turns, penalties of its tokens, the rest at its last token
     advantages: list[Tensor] = []
     returns: list[FloatArray] = []
     sums = []
@@ -544,16 +522,17 @@ def _by_critic(
             turn_N[n] += turn_reward
         turn_N = scale.scaled(turn_N)  # as the whole reward was
         reward_N, bootstrap = turn_N + penalty_N, 0.0
-        if how.bootstraps_cut and trajectory.is_cut:
+        if config.bootstraps_cut and trajectory.is_cut:
             bootstrap = float(value_R[size])
         else:
             reward_N[-1] += reward - float(turn_N.sum())
-        advantage_N, return_N = gae(reward_N, value_R[:size], bootstrap, how.gamma, how.lam)
+        advantage_N, return_N = gae(reward_N, value_R[:size], bootstrap, config.gamma, config.lam)
         advantages.append(advantage_N)
         returns.append(return_N.numpy())
-        sums.append(gae(reward_N, torch.zeros_like(reward_N), 0.0, how.gamma, 1.0)[1])
+        sums.append(gae(reward_N, torch.zeros_like(reward_N), 0.0, config.gamma, 1.0)[1])
+    # over all of them: whitened advantages, and the ranges
     sizes = [advantage_N.numel() for advantage_N in advantages]
-    if how.is_whitened:
+    if config.is_whitened:
         advantages = list(torch.split(whiten(torch.cat(advantages)), sizes))
     sum_N = torch.cat(sums)
     value_N = torch.cat([value_R[:size] for value_R, size in zip(values, sizes, strict=True)])

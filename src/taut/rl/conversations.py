@@ -1,19 +1,19 @@
-"""What an agent asks -> token paths: a forest of conversations, recorded as they were sampled.
+"""The requests of an agent as token paths: a forest of conversations, recorded as they were sampled.
 
-    question = conversations.ask(messages, tools)     the ids of the prompt, and where in the forest it belongs
+    question = conversations.ask(messages, tools)         the ids of the prompt, and its place in the forest
     reply = conversations.answer(question, completion)    the assistant's message, as the agent gets it
-    conversations.paths()                             every sampled token exactly once
+    conversations.paths()                                 every sampled token exactly once
 
-A request whose messages go on from what was recorded continues those ids: what was sampled is never tokenised again,
-and what comes between is the template's own (``turns.py``). It goes on from the longest recorded history that its
-messages begin with, which need not be the newest: then it is a branch. Messages that contain an answer which was never
-given (an edited history, a summary, examples) are rendered as a conversation of their own, whose assistant messages
-are context. So are requests with other tools, which the template writes into the prompt.
+A request whose messages continue a recorded history continues its ids: sampled text is never tokenized again, and the
+tokens between turns are the template's (``turns.py``). It continues the longest recorded history that its messages
+begin with; if that is not the newest, the request is a branch. Messages with an answer that was never given (an edited
+history, a summary, examples) are rendered as a conversation of their own, whose assistant messages are context. So are
+requests with other tools, which the template writes into the prompt.
 
-Two messages are the same where role, text and calls are; white space at the ends of a text, ids of calls and how their
-JSON is written do not count, since agents change those.
+Two messages are equal if role, text and calls are. White space at the ends of a text, ids of calls and how their JSON
+is written do not count, since agents change them.
 
-    paths    from a root to each leaf; the first is the one with the newest answer. A sampled token on several paths
+    paths    from a root to each leaf; the first is the path with the newest answer. A sampled token on several paths
              is a target of the first of them, and context of the others
 
 Knows nothing of engines and requests; text only.
@@ -29,14 +29,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from taut.data.messages import Message, Tool, images_of
-from taut.data.tool_calls import CallFormat
-from taut.errors import DataError
+from taut.data.rows.messages import Message, Tool, images_of
+from taut.data.rows.tool_calls import CallFormat
+from taut.errors import DataError, RenderError
 from taut.rl.turns import Bridge
 from taut.types import Completion, FloatArray, IntArray
 
 Key: TypeAlias = tuple[Any, ...]
-"""What makes a message the same as another."""
+"""A key that equal messages share."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -106,7 +106,7 @@ class Conversations:
         )
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Question:
-        """Where a request goes on, and its prompt.
+        """Return the place in the forest that a request continues, and its prompt.
 
         Raises RenderError for messages that the template does not take, DataError for pictures and for messages that
         end with an assistant's.
@@ -117,7 +117,15 @@ class Conversations:
             raise DataError(
                 f"messages: the last has the role {messages[-1]['role']}; expected user or tool, for an answer to it"
             )
+        # tools that the template shows, with calls that can be read
         keys, tools = tuple(map(key_of, messages)), tuple(tools)
+        if tools and self.calls is None:
+            key = f"{self.bridge.template.key}=hermes"
+            raise RenderError(
+                f"tools: the chat template writes no tool calls that are read; expected none; set {key}"
+            )
+        self.bridge.require_tools(tools)
+        # the longest recorded history that the messages begin with
         parent: Answer | None = None
         for answer in self.answers:  # of answers that read the same, the newest
             size = len(answer.history)
@@ -129,6 +137,7 @@ class Conversations:
             self.num_edited += self._is_edited(keys)
             ids = self.bridge.prompt(messages, tools)
             return Question(tuple(messages), tools, ids, None)
+        # its ids go on with the tokens between turns
         sampled = parent.completion.ids_N
         last = int(sampled[-1]) if sampled.size else -1
         history = (*parent.question.messages, parent.message)
@@ -175,7 +184,7 @@ class Conversations:
 
 
 def key_of(message: Mapping[str, Any]) -> Key:
-    """What makes a message the same as another."""
+    """A key that equal messages share."""
     calls = tuple(
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls", ())

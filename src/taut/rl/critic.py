@@ -15,85 +15,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import Decision, configclass
-from taut.errors import ConfigError, ModelError, OutputError
+from taut.config import Decision
+from taut.errors import ModelError
 from taut.models import architecture
-from taut.models.heads import (
-    CRITIC,
-    Critic,
-    OwnCritic,
-    SharedCritic,
-    initialise,
-    scalar_head,
-)
+from taut.models.heads import Critic, OwnCritic, SharedCritic, initialize, scalar_head
 from taut.models.load import ShardLayers, is_reward_config, load_config
-from taut.models.lora import LoraConfig, apply_lora
-from taut.models.recompute import ActivationCheckpointing, recompute_activations
-from taut.models.reward_model import NewHead, load_reward_model
+from taut.models.lora.adapters import apply_lora
+from taut.models.lora.merge import Whole
+from taut.models.recompute import recompute_activations
+from taut.models.reward_model import load_reward_model
 from taut.models.save import saving
 from taut.models.self_test import one_sample_reasons
+from taut.models.settings import ActivationCheckpointing, LoraConfig, NewHead
 from taut.models.tokens import add_tokens
+from taut.rl.settings import CriticConfig
 from taut.train import distributed
 from taut.train.distributed import Ranks
-from taut.train.optim import DefaultRates, OptimConfig, Pace
 
 KEY = "critic.model"
 NEW_HEAD = NewHead()
-"""What a language model gets: no bias, so that it is saved as most reward models and other frameworks' critics are."""
-
-LEARNING_RATES = DefaultRates(1e-5, 1e-4, "verl 1e-5; OpenRLHF 9e-6")
-"""Taken where neither ``critic.learning_rate`` nor ``optim.learning_rate`` is set."""
-
-
-@configclass
-class CriticConfig:
-    """The critic of PPO: it predicts the return of a state."""
-
-    kind: Literal["own", "shared"] = "own"
-    """own: a separate model; shared: a head on the policy's hidden states, which costs almost nothing."""
-    model: str | None = None
-    """For kind=own: directory (or hub name) of a reward model, whose head is kept, or of a language model, with the
-    policy's tokenizer. None: the model that the policy starts from."""
-    head: Literal["zero", "normal"] | None = None
-    """Initialisation of the head: 0, or N(0, 1 / (D + 1)). None: the reward model's head, else 0."""
-    lora_rank: Annotated[int, Field(ge=0)] = 0
-    """For kind=own: rank of the critic's adapters, which train with the head. 0: all weights train."""
-    detach: bool = False
-    """For kind=shared: do not train the policy's weights with the critic's loss."""
-    learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """The highest learning rate of the critic, on the policy's schedule. None: optim.learning_rate if that is set, else
-    1e-5, or 1e-4 with lora_rank (docs/hyperparameters.md)."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Number of first steps in which only the critic learns: the policy's learning rate is 0."""
-
-    def __post_init__(self) -> None:
-        if self.kind == "own" and self.detach:
-            raise ConfigError(
-                "critic.detach=true has no effect with critic.kind=own, which shares no weight with the policy; "
-                "expected critic.kind=shared; set that, or leave detach out"
-            )
-        unused = [name for name in ("model", "lora_rank") if getattr(self, name)]
-        if self.kind == "shared" and unused:
-            raise ConfigError(
-                f"critic.{unused[0]}={getattr(self, unused[0])} has no effect with critic.kind=shared, which is a head "
-                f"on the policy; expected critic.kind=own; set that, or leave {unused[0]} out"
-            )
-
-    def rate(self, optim: OptimConfig) -> float:
-        """The highest learning rate of the critic."""
-        default = LEARNING_RATES.lora if self.lora_rank else LEARNING_RATES.full
-        return self.learning_rate or optim.learning_rate or default
-
-    def pace(self, optim: OptimConfig, policy_rate: float) -> Pace:
-        """The critic's learning rate, given the highest one of the policy, ``policy_rate``."""
-        return Pace(CRITIC, self.rate(optim) / policy_rate, self.warmup_steps)
+"""The head of a critic that begins as a language model; without bias, as in most reward models and critics."""
 
 
 def build_critic(
@@ -120,14 +66,16 @@ def build_critic(
     ``checkpointing``: what its layers keep for the backward pass. ``shard``: as for ``load_model``. The
     caller checks that ``config.model`` has the policy's tokenizer and its length of context.
     """
+    # a head on the policy's hidden states
     if config.kind == "shared":
         shared = SharedCritic(policy, detach=config.detach)
         if config.head == "normal":
-            initialise(shared.score, seed)
+            initialize(shared.score, seed)
         reason = "critic.kind=shared" + (", which does not train them" if config.detach else "")
         reason += "; checkpoints have it, and it is not saved with the model"
         name = "a head on the policy's hidden states"
         return shared, [Decision("critic", name, reason), _head(config)]
+    # a model of its own, which packs as the policy does
     own_path = path if config.model is None else config.model
     try:
         has_head = is_reward_config(load_config(own_path, trust_remote_code))
@@ -148,10 +96,11 @@ def build_critic(
             f"{KEY}={own_path} runs one sample at a time ({alone}), and model={path} does not; expected a critic "
             "that packs as it does; name another, or set critic.kind=shared"
         )
+    # its head, tokens and adapters
     if config.head == "normal":
-        initialise(scalar_head(model), seed)
+        initialize(scalar_head(model), seed)
     elif config.head == "zero" or not has_head:
-        initialise(scalar_head(model), seed=None)
+        initialize(scalar_head(model), seed=None)
     add_tokens(model, list(new_ids))
     adapted = apply_lora(model, LoraConfig(rank=config.lora_rank), seed)
     recompute_activations(model, checkpointing)
@@ -183,30 +132,25 @@ def save_critic(
     template: str | None,
     dtype: torch.dtype,
 ) -> Path | None:
-    """Write an own critic as reward models are written, adapters merged; where it is. All ranks call, and all raise
-    OutputError where it cannot be written.
+    """Write an own critic as reward models are written, adapters merged; returns its directory. All ranks call, and
+    all raise OutputError where it cannot be written.
 
     A shared one means nothing without the policy it was trained with, at the step it was: it is in checkpoints only.
     """
     if not isinstance(critic, OwnCritic):
         return None
-    failure = ""
-    with distributed.whole_tensors(critic.model, ranks) as whole:
-        try:
-            if whole is not None:
-                with saving(
-                    critic.model,
-                    tokenizer,
-                    directory,
-                    stop_ids=stop_ids,
-                    template=template,
-                    dtype=dtype,
-                    whole=whole,
-                ):
-                    pass  # there is nothing to add
-        except OutputError as error:
-            failure = str(error)
-    failure = ranks.gather(failure)[0]
-    if failure:
-        raise OutputError(failure)
+
+    def save(whole: Whole) -> None:
+        with saving(
+            critic.model,
+            tokenizer,
+            directory,
+            stop_ids=stop_ids,
+            template=template,
+            dtype=dtype,
+            whole=whole,
+        ):
+            pass  # there is nothing to add
+
+    distributed.run_with_whole_tensors(critic.model, ranks, save)
     return directory

@@ -5,15 +5,15 @@
     choose     when the turn of such a prompt comes, another is asked in its place with probability
                ``difficulty_filter``: one whose last group's rewards differed, or that was never asked
 
-The choice is a pure function of the seed, the place in the order of prompts and the records, which are state of the
-checkpoint. A prompt that is passed over keeps its record, so it is asked again sooner or later: with probability
-1 - ``difficulty_filter`` at each of its turns.
+The choice is a pure function of the seed, the draw and the records, which are state of the checkpoint. A prompt that is
+passed over keeps its record, so it is asked again sooner or later: with probability 1 - ``difficulty_filter`` at each
+of its turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Annotated, NamedTuple, TypeAlias
@@ -21,21 +21,21 @@ from typing import Annotated, NamedTuple, TypeAlias
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from taut.data.prompts import PromptRow
-from taut.rl.advantages import as_tuple
-from taut.rl.rollout import Group
+from taut.data.rows.prompts import PromptRow
+from taut.rl.advantages import TrainSample, as_tuple
+from taut.rl.rollout import Rollout, RolloutRequest, RolloutState, WrappedSource
 
 TRIES = 100
-"""Prompts that are looked at for one to ask in the place of another; then it is asked after all."""
+"""Number of prompts that may take the place of another; if none of them teaches, that one is asked after all."""
 
 
 class Record(NamedTuple):
-    """What a prompt's last group says of it."""
+    """The worth of a prompt's last group."""
 
     reward: float
     """The mean of its rewards."""
     has_signal: bool
-    """Whether they differed."""
+    """Whether its rewards differed."""
 
 
 KeptRecord: TypeAlias = Annotated[
@@ -45,22 +45,24 @@ KeptRecord: TypeAlias = Annotated[
 
 
 @dataclass(eq=False)
-class Difficulty:
-    """The records of a run's prompts."""
+class DifficultyFilter(WrappedSource):
+    """Chooses prompts of the inner source's rollouts, and records what their groups were worth."""
 
     probability: float
     seed: int
     prompts: Sequence[PromptRow]
-    records: dict[int, Record] = field(default_factory=dict)
-    """By the index of the prompt."""
+    state: RolloutState
 
-    def choose(self, place: int, index: int, taken: Collection[int]) -> int:
-        """The index of the prompt to ask where ``index`` has its turn. ``place``: in the order of prompts. ``taken``:
-        the prompts that are asked at the same time.
+    def take(self, request: RolloutRequest) -> Rollout:
+        return self.inner.take(replace(request, choose=self.choose))
+
+    def choose(self, draw: int, index: int, taken: Collection[int]) -> int:
+        """Return the index of the prompt to ask where ``index`` has its turn. ``taken``: the prompts that are asked at
+        the same time.
         """
-        if not self.probability or self._teaches(index):
+        if self._teaches(index):
             return index
-        random = np.random.default_rng([self.seed, place, 4])
+        random = np.random.default_rng([self.seed, draw, 4])
         if random.random() >= self.probability:
             return index
         for other in random.integers(0, len(self.prompts), TRIES).tolist():
@@ -68,23 +70,17 @@ class Difficulty:
                 return int(other)
         return index
 
-    def record(self, groups: Iterable[Group]) -> None:
-        """Note what these groups were worth. One with fewer than two rewards says nothing."""
-        if not self.probability:
-            return
-        for group in groups:
+    def commit(self, rollout: Rollout, samples: Sequence[TrainSample]) -> None:
+        self.inner.commit(rollout, samples)
+        new = {}
+        for group in rollout.all_groups:
             rewards = [trajectory.reward for trajectory in group.rewarded]
-            if len(rewards) > 1:
-                record = Record(fmean(rewards), group.has_signal)
-                self.records[self._index_of[group.row.place]] = record
-
-    @property
-    def num_silent(self) -> int:
-        """Prompts whose last group taught nothing."""
-        return sum(not record.has_signal for record in self.records.values())
+            if len(rewards) > 1:  # a group with fewer says nothing
+                new[self._index_of[group.row.place]] = Record(fmean(rewards), group.has_signal)
+        self.state.difficulty = {**self.state.difficulty, **new}
 
     def _teaches(self, index: int) -> bool:
-        record = self.records.get(index)
+        record = self.state.difficulty.get(index)
         return record is None or record.has_signal
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Environments: what answers the policy between its turns, ends a trajectory and rewards it.
+"""Environments, which answer the policy between its turns, end a trajectory and reward it.
 
     class Game:
         tools = [...]                               JSON schemas for the template; optional
@@ -19,9 +19,9 @@ environment gives none, the run's rewards judge the trajectory.
 The class is the user's own Python in this process; untrusted code belongs into a process or sandbox that it starts.
 Under several ranks whose engine is asked by all, each rank steps its share of the trajectories.
 
-Tools (``environments/tools.py``) are a calculator, Python in the sandbox, functions of the user's own, and those of MCP
-servers. Adapters to other libraries' environments are in ``environments``, one file each; a library is imported where
-an environment of it is loaded.
+Tools (``environments/tools.py``) are a calculator, functions of packages (Python in the sandbox) and of the user's own,
+and those of MCP servers. Adapters to other libraries' environments are in ``environments``, one file each; a library
+is imported where an environment of it is loaded.
 
 User code runs in threads (``each``), and a thread cannot be ended from outside: a call that does not return in
 time is abandoned and ends with the process.
@@ -37,160 +37,48 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Annotated, Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
-from pydantic import Field
-
-from taut.config import Decision, changed, configclass
-from taut.data.chat_template import PROBE
-from taut.data.json_io import shown
-from taut.data.messages import Message, Tool, read_conversation, read_tools
-from taut.data.prompts import PromptRow
-from taut.data.render import Renderer
-from taut.data.tool_calls import CallFormat, ToolCall, derive_call_format
+from taut.config import Decision
+from taut.data.read.json_io import shown
+from taut.data.render.render import Renderer
+from taut.data.rows.messages import Message, Tool, read_conversation, read_tools
+from taut.data.rows.prompts import PromptRow
+from taut.data.rows.tool_calls import CallFormat, ToolCall, derive_call_format
 from taut.errors import CheckFailed, ConfigError, DataError, RenderError, UserCodeError
-from taut.extras import require
+from taut.io import plugins
+from taut.io.extras import require
 from taut.rewards.verifier import read_number
-from taut.rl.environments.agent import GRACE, Agents, is_function
+from taut.rl.environments.agent import GRACE, Agents
 from taut.rl.environments.chat_endpoint import IGNORED
-from taut.rl.environments.tools import (
-    LIMITS,
-    MCP,
-    Kit,
-    ToolFunction,
-    answer,
-    load_own,
-    open_tools,
+from taut.rl.environments.tools import Kit, ToolFunction, answer, load_own, open_tools, schemas_of
+from taut.rl.forks import NO_FORKS, copied
+from taut.rl.settings import (
+    AGENT,
+    ENVIRONMENT_COLUMN,
+    ENVIRONMENT_ENTRY_POINTS,
+    GYM,
+    VERIFIERS,
+    EnvironmentConfig,
+    ForkConfig,
 )
-from taut.rl.forks import NO_FORKS, ForkConfig, copied
 from taut.rl.turns import Bridge
-from taut.sandbox import Remote
 from taut.train.distributed import Ranks
-
-GYM = "gym:"
-"""Before the id of an environment of Gymnasium."""
-AGENT = "agent:"
-"""Before the command or function of an agent."""
-VERIFIERS = "verifiers:"
-"""Before the id of an environment of verifiers, which is an agent."""
 
 Reward: TypeAlias = float | bool | Mapping[str, float | bool] | None
 """The reward of a step, a number or numbers by name; None: the step has no reward."""
 
 REWARD = "environment"
 """The name of a reward that is a bare number."""
-COLUMN = "environment"
-"""The column with the name of a row's environment."""
 MOST_LATE = 32
 """Number of abandoned calls that still run at which the training stops."""
 
 
 class Outcome(NamedTuple):
-    """What a call returned, or why it did not."""
+    """The value that a call returned, or its error."""
 
     value: Any = None
     error: str | None = None
-
-
-@configclass
-class EnvironmentConfig:
-    """The environment that answers the policy between its turns."""
-
-    name: str | None = None
-    """tools: the tools named below. FILE.py:Class: your own environment. gym:ENV_ID: one of Gymnasium's. agent:COMMAND
-    or agent:FILE.py:function: an agent that asks the policy by itself. verifiers:ENV_ID: one of the library verifiers,
-    which does so too. None: each completion is judged as it is."""
-    by_row: dict[str, str] = field(default_factory=dict)
-    """Several environments in place of name: by the name that a row has in its column environment, what name would be.
-    They share the other keys."""
-    tools: list[str] = field(default_factory=list)
-    """With name=tools: calculator, python, FILE.py:function with type hints and a docstring, or mcp:COMMAND or mcp:URL,
-    the tools of an MCP server."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """With name=gym:ENV_ID: the keywords of gymnasium.make. With name=verifiers:ENV_ID: those of its load_environment,
-    or from verifiers 0.4 on its configuration."""
-    max_turns: Annotated[int, Field(ge=1)] = 8
-    """Maximum number of turns of the policy; then the trajectory is cut. Of an agent: of answers that it gets."""
-    max_tokens: Annotated[int, Field(ge=1)] = 4096
-    """Maximum number of tokens after the prompt; then the trajectory is cut. Of an agent: of each conversation after
-    its first request; what is longer is refused."""
-    timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit of reset and of each step, in seconds. Of an agent: of its own time, all that it takes between answers
-    and requests together."""
-    workers: Annotated[int, Field(ge=1)] = 16
-    """Number of steps that run in parallel."""
-    remote: Remote = Remote()
-    """A service that runs the programs of the tool python instead of this machine."""
-
-    def __post_init__(self) -> None:
-        if self.by_row and self.name is not None:
-            raise ConfigError(
-                f"rollout.environment.by_row has {', '.join(self.by_row)} and rollout.environment.name is {self.name}; "
-                "expected one of the two; take one out"
-            )
-        if self.tools and "tools" not in self.names:
-            raise ConfigError(
-                f"rollout.environment.tools has {self.tools[0]} and rollout.environment.name is {self.name}; expected "
-                "name=tools, for an environment of your own says itself which tools it has; set one of them"
-            )
-        if "tools" in self.names and not self.tools:
-            raise ConfigError(
-                "rollout.environment.name=tools and rollout.environment.tools is empty; expected at least one; set "
-                'rollout.environment.tools=["calculator"]'
-            )
-        if self.options and not any(name.startswith((GYM, VERIFIERS)) for name in self.names):
-            raise ConfigError(
-                f"rollout.environment.options has {next(iter(self.options))} and rollout.environment.name is "
-                f"{self.name}: nothing reads it; expected name=gym:ENV_ID or verifiers:ENV_ID; take options out, or "
-                "correct name"
-            )
-        for key in changed(self, ("max_turns", "max_tokens", "timeout", "workers")):
-            if not self.is_on:
-                raise ConfigError(
-                    f"rollout.environment.{key} is {getattr(self, key)} and rollout.environment.name is not set: "
-                    f"nothing reads it; expected an environment; set rollout.environment.name, or take {key} out"
-                )
-        if self.remote.service is not None and "python" not in self.tools:
-            raise ConfigError(
-                f"rollout.environment.remote.service is {self.remote.service} and rollout.environment.tools has no "
-                "python: nothing reads it; expected that tool; add it, or take remote out"
-            )
-        # a program that begins after half of the time must end within the rest
-        program = LIMITS.wall_seconds
-        program += 0.0 if self.remote.service is None else self.remote.wait_seconds
-        least = 2 * program + 1
-        if "python" in self.tools and self.timeout < least:
-            raise ConfigError(
-                f"rollout.environment.timeout={self.timeout:g} with the tool python: a program may begin after half of "
-                f"it and take {program:g} s; expected {least:g} or more; raise it"
-            )
-
-    @property
-    def names(self) -> list[str]:
-        """The environments."""
-        return [*self.by_row.values()] if self.name is None else [self.name]
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self.names)
-
-    @property
-    def code(self) -> list[str]:
-        """What is named of the user's own: FILE.py:NAME."""
-        agents = [name.removeprefix(AGENT) for name in self.agents]
-        kinds = (AGENT, GYM, MCP, VERIFIERS)
-        others = [name for name in (*self.names, *self.tools) if not name.startswith(kinds)]
-        return [*filter(is_function, agents), *(name for name in others if ":" in name)]
-
-    @property
-    def agents(self) -> list[str]:
-        """Those of the environments that ask the policy by themselves."""
-        return [*filter(_is_agent, self.names)]
-
-    def is_agent(self, columns: Mapping[str, Any]) -> bool:
-        """Whether an agent asks for a row with these columns."""
-        name = self.by_row.get(columns.get(COLUMN, ""), "") if self.name is None else self.name
-        return _is_agent(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +98,7 @@ class Kind(NamedTuple):
     make: Callable[[], Any]
     """A new instance."""
     tools: tuple[Tool, ...] = ()
-    """The tools of every trajectory; empty: those of its row."""
+    """Tools of every trajectory; empty where each row has its own."""
     is_agent: bool = False
     """Whether it asks the policy by itself."""
 
@@ -224,16 +112,16 @@ class EnvironmentPool:
     """A new instance."""
     bridge: Bridge
     calls: CallFormat | None
-    """How the template writes tool calls; None: it writes none, and there are no tools."""
+    """The form in which the template writes tool calls. None: it writes none, and there are no tools."""
     tools: tuple[Tool, ...]
-    """The tools of every trajectory; empty: those of its row."""
+    """Tools of every trajectory; empty where each row has its own."""
     context: int | None
     ranks: Ranks | None
     decisions: tuple[Decision, ...] = ()
     late: list[Thread] = field(default_factory=list)
     """Threads of abandoned calls that still run."""
     sources: Sequence[Kit | Agents] = ()
-    """What it is made of that has to be closed."""
+    """Its parts that have to be closed."""
     by_row: Mapping[str, Kind] = field(default_factory=dict)
     """Several environments, by the name that rows have; then ``make`` and ``tools`` are of none."""
     fork: ForkConfig = NO_FORKS
@@ -245,7 +133,7 @@ class EnvironmentPool:
 
     def kind_of(self, row: PromptRow) -> Kind:
         """The environment of a row."""
-        return self.by_row[row.columns[COLUMN]] if self.by_row else self._only
+        return self.by_row[row.columns[ENVIRONMENT_COLUMN]] if self.by_row else self._only
 
     @property
     def _only(self) -> Kind:
@@ -264,8 +152,9 @@ class EnvironmentPool:
         """
         done: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
         calls = Calls(self, lambda *call: done.put(call))
-        for number in jobs:
-            if self.is_mine(number):
+        ranks, leaves = self.ranks, self.fork.leaves
+        for number in jobs:  # a rank also has the environments that its trajectories fork into
+            if ranks is None or number // leaves % ranks.size == ranks.rank:
                 calls.start(number, jobs[number])
         outcomes: dict[int, Outcome] = {}
         while calls.is_busy:
@@ -275,19 +164,13 @@ class EnvironmentPool:
                 number, outcome = calls.overdue()
             if calls.take(number):
                 outcomes[number] = outcome
-        if self.ranks is not None and self.ranks.size > 1:
-            shares: list[dict[int, Outcome]] = self.ranks.gather(outcomes)
+        if ranks is not None and ranks.size > 1:
+            shares: list[dict[int, Outcome]] = ranks.gather(outcomes)
             outcomes = {number: outcome for share in shares for number, outcome in share.items()}
         for number in sorted(outcomes):
             if isinstance(error := outcomes[number].value, UserCodeError):
                 raise error
         return outcomes
-
-    def is_mine(self, number: int) -> bool:
-        """Whether this rank has the environment of a trajectory, and of those that it forks into."""
-        if self.ranks is None:
-            return True
-        return number // self.fork.leaves % self.ranks.size == self.ranks.rank
 
     def require_copies(self, row: PromptRow | None) -> None:
         """Raise UserCodeError where the environment of this row, once it is reset, cannot be copied for a fork. What
@@ -384,6 +267,25 @@ class Calls:
         self._put(number, outcome)
 
 
+def offered_tools(
+    config: EnvironmentConfig,
+) -> Callable[[Mapping[str, Any]], tuple[Tool, ...]]:
+    """Columns of a row -> the tools that its environment gives every trajectory. Those of an agent are not known before
+    it asks.
+    """
+    found = dict.fromkeys(config.names, schemas_of(config.tools, config.timeout / 2))
+    for spec in found:
+        if spec != "tools":
+            is_own = not spec.startswith((AGENT, GYM, VERIFIERS))
+            found[spec] = _load(spec, config, {}).tools if is_own else ()
+
+    def tools_of(columns: Mapping[str, Any]) -> tuple[Tool, ...]:
+        name = str(columns.get(ENVIRONMENT_COLUMN))
+        return found.get(config.by_row.get(name, "") if config.by_row else str(config.name), ())
+
+    return tools_of
+
+
 def open_environments(
     config: EnvironmentConfig,
     renderer: Renderer,
@@ -408,8 +310,16 @@ def open_environments(
             sources["tools"] = open_tools(config.tools, config.remote, config.timeout / 2)
         for name in config.agents:
             of_it = [key for key, value in config.by_row.items() if value == name]
-            own = [row for row in rows if not of_it or row.columns.get(COLUMN) in of_it]
-            sources[name] = _open_agents(name, config, own)
+            own = [row for row in rows if not of_it or row.columns.get(ENVIRONMENT_COLUMN) in of_it]
+            if not name.startswith(VERIFIERS):
+                spec = name.removeprefix(AGENT)
+                sources[name] = Agents(spec, config.timeout, config=config.agent)
+                continue
+            require("verifiers", f"rollout.environment.name={name}")
+            from taut.rl.environments.verifiers import VerifiersAgent
+
+            agent = VerifiersAgent(name.removeprefix(VERIFIERS), config.options, own)
+            sources[name] = Agents(name, config.timeout, agent, agent.close, config.agent)
         return _opened(config, sources, renderer, stop_ids, context, ranks, rows, stop, fork)
     except BaseException:
         for source in sources.values():
@@ -428,6 +338,7 @@ def _opened(
     stop: Sequence[str],
     fork: ForkConfig,
 ) -> EnvironmentPool:
+    # the environments, and the tools that they offer
     by_row = {name: _load(spec, config, sources) for name, spec in config.by_row.items()}
     if by_row:
         _require_names(by_row, rows)
@@ -436,6 +347,12 @@ def _opened(
     else:
         assert config.name is not None
         make, offered, _ = _load(config.name, config, sources)
+    if begun := next((row for row in rows if row.beginning), None):
+        raise DataError(
+            f"{begun.place}: the prompt ends with the beginning of an answer, and rollout.environment answers whole "
+            "turns; expected a user or tool message at its end; take the assistant message out of prompt"
+        )
+    # the form in which the template writes their calls
     bridge, template = Bridge(renderer, stop_ids), renderer.template
     place, tools = next(((f"{row.place}: ", row.tools) for row in rows if row.tools), ("", ()))
     if offered:
@@ -453,24 +370,21 @@ def _opened(
     for text in stop:
         if tools and calls is not None and text in calls.example:
             raise ConfigError(
-                f"rollout.stop has {shown(text)}, which is part of a call as the chat template writes it "
-                f"({shown(calls.example.strip())}): no call would be whole; expected other texts; take it out"
+                f"rollout.stop has {shown(text)}, a part of {shown(calls.example.strip())}, as the chat template "
+                "writes a call: no call would be whole; expected other texts; take it out"
             )
-    prompt = template.apply(PROBE[:1], offered, "the probe", is_prompt=True).text
-    for tool in offered:
-        name = tool["function"]["name"]
-        if name not in prompt:
-            raise RenderError(
-                f"the chat template does not write the tool {shown(name)}; expected one that shows the policy what it "
-                f"may call; give another with {template.key}=FILE, or {template.key}=hermes"
-            )
+    bridge.require_tools(offered)
+    # what was decided
     decisions = [decision, _history(bridge, calls, tools)]
+    decisions += [it for kit in sources.values() if isinstance(kit, Kit) for it in kit.decisions]
     if config.agents:
         ignored = ", ".join(IGNORED[:5])
         reason = f"what is trained on is its distribution; {ignored}, ... of a request are not read"
         decisions.append(Decision("the agent's sampling", "the rollout's", reason))
+        agents = (source for source in sources.values() if isinstance(source, Agents))
+        decisions += dict.fromkeys(agent.decision for agent in agents)
     if by_row:
-        counts = Counter(row.columns[COLUMN] for row in rows)
+        counts = Counter(row.columns[ENVIRONMENT_COLUMN] for row in rows)
         shares = ", ".join(f"{name}: {counts[name]:,} rows" for name in by_row)
         decisions.append(Decision("environments", shares, "by the rows' column environment"))
         offered = ()
@@ -480,9 +394,10 @@ def _opened(
         by_row=by_row,
         fork=fork,
     )
+    # a fork copies each kind of environment
     if fork.is_on and fork.state == "copy":
         for name in by_row or [""]:
-            of_kind = (row for row in rows if not by_row or row.columns[COLUMN] == name)
+            of_kind = (row for row in rows if not by_row or row.columns[ENVIRONMENT_COLUMN] == name)
             pool.require_copies(next(of_kind, None))
     return pool
 
@@ -490,17 +405,17 @@ def _opened(
 def _require_names(by_row: Mapping[str, Kind], rows: Sequence[PromptRow]) -> None:
     """Raise DataError for a row without one of these environments, ConfigError for one without rows."""
     for row in rows:
-        name = row.columns.get(COLUMN)
+        name = row.columns.get(ENVIRONMENT_COLUMN)
         if not isinstance(name, str) or name not in by_row:
             raise DataError(
-                f"{row.place}: {COLUMN} is {shown(name)}; expected one of "
+                f"{row.place}: {ENVIRONMENT_COLUMN} is {shown(name)}; expected one of "
                 f"{', '.join(by_row)} (rollout.environment.by_row); correct the row, or name its environment"
             )
-    named = {row.columns[COLUMN] for row in rows}
+    named = {row.columns[ENVIRONMENT_COLUMN] for row in rows}
     if unused := next((name for name in by_row if rows and name not in named), None):
         raise ConfigError(
-            f"rollout.environment.by_row has {unused}, which no row names in its column {COLUMN}; expected rows for "
-            "each; take it out, or add rows"
+            f"rollout.environment.by_row has {unused}, which no row names in its column {ENVIRONMENT_COLUMN}; "
+            "expected rows for each; take it out, or add rows"
         )
 
 
@@ -542,7 +457,7 @@ def read_reset(value: object, place: str) -> tuple[Message, ...] | None:
 
 
 def read_step(value: object, place: str) -> Step:
-    """What a step returned, validated. Raises UserCodeError for a wrong type, DataError for what cannot be used."""
+    """Validate the value of a step. Raises UserCodeError for a wrong type, DataError for an unusable value."""
     if not isinstance(value, Step):
         raise UserCodeError(
             f"{place}: step returned {shown(value)} of type {type(value).__name__}; expected a Step; return "
@@ -552,17 +467,15 @@ def read_step(value: object, place: str) -> Step:
     messages: tuple[Message, ...] = ()
     if value.messages:
         messages = read_conversation(list(value.messages), f"{place}: step").messages
-    elif not value.done:
-        raise DataError(f"{place}: step returned no messages and is not done; expected either")
-    for message in messages:
-        if message["role"] == "assistant":
-            raise DataError(
-                f"{place}: step returned an assistant message; expected what others say; return a user or tool message"
-            )
-        if message["role"] == "tool" and "tool_call_id" not in message:
-            raise DataError(
-                f"{place}: step returned a tool message without tool_call_id; expected the id of the call it answers"
-            )
+    problem = ""
+    if not messages and not value.done:
+        problem = "no messages and is not done; expected either"
+    elif any(message["role"] == "assistant" for message in messages):
+        problem = "an assistant message; expected what others say; return a user or tool message"
+    elif any(m["role"] == "tool" and "tool_call_id" not in m for m in messages):
+        problem = "a tool message without tool_call_id; expected the id of the call it answers"
+    if problem:
+        raise DataError(f"{place}: step returned {problem}")
     return Step(messages, bool(value.done), read_reward(value.reward, place))
 
 
@@ -617,21 +530,6 @@ class ToolEnvironment:
         return Step(messages)
 
 
-def _is_agent(name: str) -> bool:
-    """Whether the environment of this name asks the policy by itself."""
-    return name.startswith((AGENT, VERIFIERS))
-
-
-def _open_agents(name: str, config: EnvironmentConfig, rows: Sequence[PromptRow]) -> Agents:
-    if not name.startswith(VERIFIERS):
-        return Agents(name.removeprefix(AGENT), config.timeout)
-    require("verifiers", f"rollout.environment.name={name}")
-    from taut.rl.environments.verifiers import VerifiersAgent
-
-    agent = VerifiersAgent(name.removeprefix(VERIFIERS), config.options, rows)
-    return Agents(name, config.timeout, agent, agent.close)
-
-
 def _load(name: str, config: EnvironmentConfig, sources: Mapping[str, Kit | Agents]) -> Kind:
     """The environment of this name."""
     source = sources.get(name)
@@ -646,14 +544,13 @@ def _load(name: str, config: EnvironmentConfig, sources: Mapping[str, Kit | Agen
         from taut.rl.environments.gymnasium import load_gymnasium
 
         return Kind(load_gymnasium(name.removeprefix(GYM), config.options))
-    if ":" not in name:
-        raise ConfigError(
-            f"rollout.environment.name is {name}; expected tools, FILE.py:class, gym:ENV_ID, verifiers:ENV_ID or "
-            "agent:COMMAND; correct it"
-        )
-    found = load_own(name, "rollout.environment.name", "class")
-    if not isinstance(found, type) or not callable(getattr(found, "step", None)):
-        raise ConfigError(
-            f"rollout.environment.name is {name}, which is no class with a method step; expected one; write it"
-        )
+    found = load_own(name, "rollout.environment.name", "class", ENVIRONMENT_ENTRY_POINTS)
+    problem = ""
+    if found is None:
+        known = ", ".join(["tools", *plugins.names(ENVIRONMENT_ENTRY_POINTS)])
+        problem = f"; expected {known}, FILE.py:class, gym:ENV_ID, verifiers:ENV_ID or agent:COMMAND; correct it"
+    elif not isinstance(found, type) or not callable(getattr(found, "step", None)):
+        problem = ", which is no class with a method step; expected one; write it"
+    if problem:
+        raise ConfigError(f"rollout.environment.name is {name}{problem}")
     return Kind(found, read_tools(getattr(found, "tools", None), f"{name}: tools"))

@@ -16,7 +16,7 @@ run warns and when it stops.
 Each of the last three only warns: once, and again after the number has been down to half of its limit (entropy: up to
 twice).
 
-What it remembers goes into checkpoints. Numbers are in events.jsonl whatever they are; this is about limits.
+The state of the monitors goes into checkpoints. All numbers are in events.jsonl; monitors compare them with limits.
 """
 
 from __future__ import annotations
@@ -26,21 +26,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, pstdev
-from typing import Annotated, Any, ClassVar, NotRequired
+from typing import Any, ClassVar, NotRequired
 
 import numpy as np
-from pydantic import Field
 from typing_extensions import TypedDict
 
-from taut.config import configclass
-from taut.data.messages import named
+from taut.data.rows.messages import named
 from taut.errors import CheckFailed
 from taut.inference.engine import Engine
 from taut.inference.vllm import ServerEngine
 from taut.rl.advantages import TrainSample
-from taut.rl.environment import COLUMN
-from taut.rl.rollout import Group, Rollout, RolloutConfig
+from taut.rl.rollout import Group, Rollout
 from taut.rl.sampler import Trajectory
+from taut.rl.settings import ENVIRONMENT_COLUMN, RolloutConfig, RolloutMonitorConfig
 from taut.train.trainer import StepReport, Trainer
 
 BEGINNING = 3
@@ -72,8 +70,8 @@ def rollout_event(
     *,
     is_judged: bool,
 ) -> dict[str, Any]:
-    """The event's fields; groups that were left out count. ``samples``: what is trained on. ``metrics``: of the credit.
-    ``version``: of the weights that are trained.
+    """Return the fields of the event; groups that were left out count. ``samples``: the groups to train on.
+    ``metrics``: of the credit. ``version``: of the weights that train.
     """
     trajectories = [one for group in rollout.all_groups for one in group.trajectories]
     whole = [trajectory for trajectory in trajectories if trajectory.error is None]
@@ -81,7 +79,9 @@ def rollout_event(
     event: dict[str, Any] = {}
     if is_judged:
         # the mean of each part of the reward where it applies, and the number of answers that it could not judge
-        scores = [pair for trajectory in trajectories for pair in trajectory.verdict.parts.items()]
+        scores = [
+            pair for trajectory in trajectories for pair in trajectory.reward_result.parts.items()
+        ]
         values: dict[str, list[float]] = {}
         for name, score in scores:
             if score.value is not None:
@@ -97,6 +97,7 @@ def rollout_event(
         event["left_out"] = len(rollout.left_out)
         event["without_reward"] = len(trajectories) - len(rewards) - len(failures)
         event["rewarded"] = len(rewards)
+    # its size, and the time it took
     event["groups"] = len(rollout.all_groups)
     event["completions"] = len(trajectories)
     event["errors"] = len(failures)
@@ -112,6 +113,7 @@ def rollout_event(
     staleness = [version - int(v) for trajectory in whole for v in trajectory.version_N[:1]]
     if staleness:
         event["staleness_mean"], event["staleness_max"] = fmean(staleness), max(staleness)
+    # what the sources of rollouts did
     if rollout.oversampled is not None:
         event["oversample_dropped"] = rollout.oversampled.num_groups
         event["oversample_tokens_mean"] = rollout.oversampled.num_tokens
@@ -129,8 +131,9 @@ def rollout_event(
         new = [trajectory.num_sampled - trajectory.num_inherited for trajectory in whole]
         event["fork_distinct"] = fmean(count > 0 for count in new)
         event["fork_new_tokens"] = sum(new) / sum(trajectory.num_sampled for trajectory in whole)
+    # of each environment, and of agents
     for name in config.environment.by_row:
-        of_it = [t for t in trajectories if t.row.columns.get(COLUMN) == name]
+        of_it = [t for t in trajectories if t.row.columns.get(ENVIRONMENT_COLUMN) == name]
         scored = [t.reward for t in of_it if t.has_reward]
         event[f"environment/{name}/share"] = len(of_it) / len(trajectories)
         event[f"environment/{name}/errors"] = sum(t.failure is not None for t in of_it)
@@ -150,7 +153,7 @@ def rollout_event(
 
 
 def push_event(engine: Engine | None) -> dict[str, Any]:
-    """The event's fields about the last weights that were sent to servers: of several the worst."""
+    """Return the fields about the last push of weights; of several servers the worst numbers."""
     if not isinstance(engine, ServerEngine) or engine.sync is None or not engine.sync.proofs:
         return {}
     proofs = engine.sync.proofs
@@ -169,15 +172,8 @@ def push_event(engine: Engine | None) -> dict[str, Any]:
     return event
 
 
-def warn_of_servers(event: Mapping[str, Any], step: int, emit: Callable[..., None]) -> None:
-    """Warn of each server that was left out since the last rollout. ``event``: the fields of ``push_event``."""
-    for reason in event.get("servers_left_out", ()):
-        detail = f"left out, {event['servers']} are in use; {reason}"
-        emit("warning", name="server", step=step, detail=detail)
-
-
 def best_and_worst(rollout: Rollout) -> list[Trajectory]:
-    """The best and the worst trajectory of the group whose rewards differ most; none where none has a reward."""
+    """Return the best and the worst trajectory of the group whose rewards differ most; none if none has a reward."""
     by_reward = [sorted(g.trajectories, key=lambda t: -t.reward) for g in rollout.rewarded]
     if not by_reward:
         return []
@@ -186,7 +182,7 @@ def best_and_worst(rollout: Rollout) -> list[Trajectory]:
 
 
 def logged(trajectory: Trajectory, samples: Sequence[TrainSample]) -> dict[str, Any]:
-    """A trajectory as a field of the event, token by token, with its advantages in ``samples``."""
+    """Return a trajectory as a field of the event, token by token, with its advantages in ``samples``."""
     streams = {s.id: s.streams for train_sample in samples for s in train_sample.tree.samples}
     advantage_N = streams.get(trajectory.name, {}).get("advantage_N")
     return {
@@ -196,7 +192,7 @@ def logged(trajectory: Trajectory, samples: Sequence[TrainSample]) -> dict[str, 
         "references": list(trajectory.row.references),
         "finish_reason": trajectory.finish_reason,
         "reward": trajectory.reward,
-        "rewards": {name: score.value for name, score in trajectory.verdict.parts.items()},
+        "rewards": {name: score.value for name, score in trajectory.reward_result.parts.items()},
         "version": int(trajectory.version_N[0]) if trajectory.version_N.size else None,
         "ids": trajectory.ids_T[trajectory.sampled_at_N].tolist(),
         "logp": np.round(trajectory.logp_N, 4).tolist(),
@@ -205,42 +201,6 @@ def logged(trajectory: Trajectory, samples: Sequence[TrainSample]) -> dict[str, 
 
 
 # -- monitors
-
-
-@configclass
-class RolloutMonitorConfig:
-    """When a run that generates warns or stops."""
-
-    max_errors: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Stop when a larger share of a rollout's completions has no reward because of an error."""
-    warn_unrewarded: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Warn when a larger share of a rollout's completions has no reward, for any reason."""
-    max_unrewarded: Annotated[int, Field(ge=1)] = 3
-    """Stop after this many rollouts in a row without a single reward. The updates of those before are skipped."""
-    warn_logprob_difference: Annotated[float, Field(gt=0)] = 0.1
-    """Warn when the engine's logprobs differ from the trainer's by more: mean absolute difference, in nats a token."""
-    max_logprob_difference: Annotated[float, Field(gt=0)] = 0.5
-    """Stop before the update when they differ by more: the engine runs another model."""
-    warn_effective_size: Annotated[float, Field(ge=0, le=1)] = 0.3
-    """Warn before the update when the weights of tokens by trainer over engine have a lower mean, or a lower effective
-    sample size as a share of the tokens. Both are 1 if engine and trainer agree."""
-    warn_stop_drop: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Warn when the share of completions that end by themselves falls by more below that of the first rollouts."""
-    max_without_signal: Annotated[int, Field(ge=0)] = 20
-    """Stop after this many rollouts in a row without any signal. 0 disables the stop."""
-    warn_kl: Annotated[float, Field(gt=0)] = 0.5
-    """Warn when KL(old || policy) is larger, old being the policy at the start of the rollout: nats a token, mean of
-    the last 5 updates."""
-    warn_clipped: Annotated[float, Field(ge=0, le=1)] = 0.4
-    """Warn when a larger share of the tokens has a ratio outside the clip range, mean of the last 5 updates."""
-    warn_entropy: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Warn when the entropy of the last 5 updates is below this share of that of the first 3, and the mean reward is
-    not yet near the best that answers get. 0 disables the warning."""
-    warn_dropped: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Warn when shaping.overlong=drop leaves a larger share of a rollout's answers out of training."""
-    warn_values: Annotated[float, Field(gt=0)] = 0.5
-    """Warn when the critic's values (their 5% and 95% quantiles) leave the range of the returns of the last 5 rollouts
-    by more than this times its width. The range includes 0, the values of a new critic."""
 
 
 class RolloutMonitorState(TypedDict):
@@ -253,6 +213,7 @@ class RolloutMonitorState(TypedDict):
     recent: list[float]
     silent: int
     unrewarded: NotRequired[int]
+    has_signal: NotRequired[bool]
     told: list[str]
 
 
@@ -268,11 +229,13 @@ class RolloutMonitor:
     first: list[float] = field(default_factory=list)
     """Shares of completions that end, of the first rollouts."""
     recent: list[float] = field(default_factory=list)
-    """The same of the last rollouts."""
+    """Shares of completions that end, of the last rollouts."""
     silent: int = 0
     """Number of rollouts in a row without a signal."""
     unrewarded: int = 0
     """Number of rollouts in a row without a single reward."""
+    has_signal: bool = False
+    """Whether any rollout had a signal."""
     warned: set[str] = field(default_factory=set)
     """Names of the warnings that hold, which are not repeated."""
     last: dict[str, list[float]] = field(default_factory=dict)
@@ -289,25 +252,28 @@ class RolloutMonitor:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         errors = [trajectory.failure for trajectory in trajectories if trajectory.failure]
         shown = "; ".join(errors[:SHOWN])
-        if len(errors) > self.config.max_errors * len(trajectories):
-            raise CheckFailed(
-                f"step {step}: {len(errors)} of {len(trajectories)} completions have no reward because of an error; "
-                f"expected at most {self.config.max_errors:.0%} (rollout_monitor.max_errors); nothing was updated; "
-                f"{shown}"
-            )
         has_rewards = any(trajectory.has_reward for trajectory in trajectories)
-        if self.unrewarded + 1 >= self.config.max_unrewarded and not has_rewards:
-            raise CheckFailed(
-                f"step {step}: in {self.unrewarded + 1} rollouts in a row no completion has a reward: "
+        problem = ""
+        if len(errors) > self.config.max_errors * len(trajectories):
+            problem = (
+                f"{len(errors)} of {len(trajectories)} completions have no reward because of an error; expected at "
+                f"most {self.config.max_errors:.0%} (rollout_monitor.max_errors); nothing was updated; {shown}"
+            )
+        elif self.unrewarded + 1 >= self.config.max_unrewarded and not has_rewards:
+            problem = (
+                f"in {self.unrewarded + 1} rollouts in a row no completion has a reward: "
                 f"{shown or 'no reward applies to them'}; expected rewards that apply to these rows; nothing was "
                 "updated; `taut check` asks right answers (rollout_monitor.max_unrewarded)"
             )
+        if problem:
+            raise CheckFailed(f"step {step}: {problem}")
 
     def look(self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]) -> None:
         """Warn about a rollout, whose event has these fields. Raises CheckFailed where nothing has been learned for
         long; then the state stays as it was.
         """
         warn = partial(self._warn, step=step, emit=emit)
+        # completions without a reward
         total = fields["completions"]
         rewarded = fields.get("rewarded", total - fields["errors"])
         why = fields.get("first_error") or "no reward applies to them"
@@ -333,13 +299,14 @@ class RolloutMonitor:
         )
         warn("unrewarded", detail, is_bad=total - rewarded > self.config.warn_unrewarded * total)
 
+        # rollouts without a signal
         silent = 0 if fields.get("groups_with_signal", 1) else self.silent + 1
+        self.has_signal = self.has_signal or not silent
         most = self.config.max_without_signal
         if most and silent >= most:
             raise CheckFailed(
-                f"step {step}: in the last {silent} rollouts no group has rewards that differ, so nothing is "
-                f"learned (rewards are {fields['reward']:g} on average); expected some right and some wrong answers "
-                "to one prompt; take easier or harder prompts, or a model that gets some right "
+                f"step {step}: in the last {silent} rollouts no group has rewards that differ (their mean is "
+                f"{fields['reward']:g}); expected right and wrong answers to one prompt; take easier or harder prompts "
                 "(rollout_monitor.max_without_signal)"
             )
         self.silent = silent
@@ -356,6 +323,7 @@ class RolloutMonitor:
             detail = f"{fields['errors']} completions have no reward because of an error; {fields['first_error']}"
             emit("warning", name="rewards", step=step, detail=detail)
 
+        # completions that end by themselves, and those that are cut
         if len(self.first) < BEGINNING:
             self.first.append(float(fields["stopped"]))
         else:
@@ -403,6 +371,7 @@ class RolloutMonitor:
         config, metrics = self.config, report.metrics
         warn = partial(self._warn, step=report.step, emit=emit)
         less = "lower optim.learning_rate, or train less on each rollout (rollout.minibatches, rollout.epochs)"
+        # distance from the policy that answered, and clipped tokens
         if DRIFT in metrics:
             drift, limit = fmean(self._recent("drift", metrics[DRIFT])), config.warn_kl
             detail = (
@@ -420,6 +389,7 @@ class RolloutMonitor:
             warn("clipped", detail, is_bad=clipped > limit, is_over=clipped <= limit / 2)
         if ESTIMATE not in metrics:
             return
+        # entropy against that of the first updates
         entropy = metrics.get(EXACT, metrics[ESTIMATE])
         if len(self.first_entropy) < BEGINNING:
             self.first_entropy.append(entropy)
@@ -470,10 +440,9 @@ class RolloutMonitor:
             return
         if not difference <= self.config.max_logprob_difference:
             raise CheckFailed(
-                f"step {report.step}: the engine's logprobs differ from the trainer's by {difference:.3g} nats a token "
-                f"on average; expected at most {self.config.max_logprob_difference:g} "
-                "(rollout_monitor.max_logprob_difference); nothing was updated; the engine runs another model, other "
-                "weights or another precision, or with rollout.lag the policy moves too fast"
+                f"step {report.step}: engine and trainer differ by {difference:.3g} nats a token in logprobs; "
+                f"expected at most {self.config.max_logprob_difference:g} (rollout_monitor.max_logprob_difference); "
+                "nothing was updated; give the engine this model in this precision, or lower rollout.lag"
             )
         effective, weight = (report.metrics.get(name, 1.0) for name in (EFFECTIVE, WEIGHT))
         for name, is_bad, detail in (
@@ -507,6 +476,7 @@ class RolloutMonitor:
             "recent": list(self.recent),
             "silent": self.silent,
             "unrewarded": self.unrewarded,
+            "has_signal": self.has_signal,
             "told": sorted(self.warned),
         }
 
@@ -518,3 +488,4 @@ class RolloutMonitor:
         self.first, self.recent = list(remembered["first"]), list(remembered["recent"])
         self.silent, self.warned = int(remembered["silent"]), set(remembered["told"])
         self.unrewarded = int(remembered.get("unrewarded", 0))  # older checkpoints have none
+        self.has_signal = bool(remembered.get("has_signal", True))

@@ -1,8 +1,8 @@
-"""The rows of out/rollouts: one for each trajectory, with all that it was trained with; and rollouts made of such rows
-again, of which the same is learned, bit for bit.
+"""The rows of out/rollouts, one for each trajectory with all that it was trained with, and rollouts read from them.
+Training on a rollout that was read is equal bit for bit.
 
-A prompt's rows lie together, in the order of ``index``. Columns whose names end in _N have an entry for each sampled
-token, whose places in ``ids_T`` are ``sampled_at_N``.
+The rows of a prompt are adjacent, in the order of ``index``. Columns whose names end in _N have an entry for each
+sampled token; the places of these tokens in ``ids_T`` are ``sampled_at_N``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from taut.data.prompts import PromptRow
-from taut.errors import DataError
-from taut.rewards.panel import Verdict
+from taut.data.rows.prompts import PromptRow
+from taut.errors import DataError, redacted_in
+from taut.rewards.reward_set import RewardResult
 from taut.rewards.verifier import Score
 from taut.rl.advantages import TrainSample
 from taut.rl.conversations import Path
@@ -99,7 +99,7 @@ SCHEMA = pa.schema(
 def rollout_rows(
     step: int, rollout: Rollout, samples: Sequence[TrainSample]
 ) -> list[dict[str, Any]]:
-    """A row for each trajectory of a rollout. ``samples``: what is trained on of it."""
+    """Return a row for each trajectory of a rollout. ``samples``: made of its groups."""
     advantages = {
         sample.id: sample.streams["advantage_N"]
         for trained in samples
@@ -122,7 +122,7 @@ def rollout_rows(
 
 
 def _row(trajectory: Trajectory, advantages: Mapping[str, FloatArray]) -> dict[str, Any]:
-    row, verdict = trajectory.row, trajectory.verdict
+    row, reward_result = trajectory.row, trajectory.reward_result
     first = row.prompt if trajectory.first_messages is None else trajectory.first_messages
     return {
         "sample_id": trajectory.name,
@@ -139,17 +139,17 @@ def _row(trajectory: Trajectory, advantages: Mapping[str, FloatArray]) -> dict[s
         "advantage_N": advantages.get(trajectory.name),
         "version_N": trajectory.version_N,
         "finish_reason": trajectory.finish_reason,
-        "error": trajectory.error,
-        "reward": verdict.total,
+        "error": redacted_in(trajectory.error),
+        "reward": reward_result.total,
         "rewards": [
             {
                 "name": name,
                 "value": score.value,
-                "error": score.error,
-                "reason": score.unjudged,
+                "error": redacted_in(score.error),
+                "reason": redacted_in(score.unjudged),
                 "reply": score.reply,
             }
-            for name, score in verdict.parts.items()
+            for name, score in reward_result.parts.items()
         ],
         "turn_rewards": [{"n": n, "reward": reward} for n, reward in trajectory.turn_rewards],
         "branches": [
@@ -200,10 +200,10 @@ def read_rollout(
     lag: int,
     picture: Callable[[str, str, int, str], Picture],
 ) -> Rollout:
-    """The rollout of these rows, all of one step: the ``number``-th of a run, from 0. ``lag``: what is added to the
+    """Return the rollout of these rows, all of one step. ``number``: of the rollout, from 0. ``lag``: is added to the
     version of the weights of each token. ``picture``: makes a picture of its source, digest, number and sample.
 
-    Raises DataError for a row that nothing could be learned from as it is.
+    Raises DataError for a row that nothing could be learned from.
     """
     groups: dict[tuple[bool, int], list[Trajectory]] = {}
     for batch in batches:
@@ -240,8 +240,16 @@ def _trajectory(
         )
         for branch in row["branches"]
     )
+    # an entry for each sampled token, on each path
     for path in (Path(ids_T, at_N, logp_N, version_N), *branches):
-        _require_whole(path, name)
+        places_N, sizes = path.sampled_at_N, (path.logp_N.size, path.version_N.size)
+        is_ascending = bool((np.diff(places_N, prepend=0) > 0).all())
+        is_inside = places_N.size == 0 or places_N[-1] < path.ids_T.size
+        if not (sizes == (places_N.size, places_N.size) and is_ascending and is_inside):
+            raise DataError(
+                f"{name}: {path.ids_T.size} tokens, of which {places_N.size} sampled, with {sizes[0]} logprobs and "
+                f"{sizes[1]} versions; expected one of each for every sampled token, at ascending places"
+            )
     media = tuple(
         Media(
             picture(part["source"], part["content"], part["num_pictures"], name),
@@ -290,24 +298,10 @@ def _trajectory(
         num_inherited=row["num_inherited"],
         media=media,
         rollout=number,
-        verdict=Verdict(parts, row["reward"]),
+        reward_result=RewardResult(parts, row["reward"]),
     )
-
-
-def _require_whole(path: Path, name: str) -> None:
-    at_N, logp_N, version_N = path.sampled_at_N, path.logp_N, path.version_N
-    is_whole = (
-        at_N.size == logp_N.size == version_N.size
-        and bool((np.diff(at_N, prepend=0) > 0).all())
-        and (at_N.size == 0 or at_N[-1] < path.ids_T.size)
-    )
-    if not is_whole:
-        raise DataError(
-            f"{name}: {path.ids_T.size} tokens, of which {at_N.size} sampled, with {logp_N.size} logprobs and "
-            f"{version_N.size} versions; expected one of each for every sampled token, at ascending places"
-        )
 
 
 def _array(values: pa.Array | None) -> NDArray[Any]:
-    """The values of a list; none of one that is null."""
+    """Return the values of a list; none of a null."""
     return np.array([]) if values is None else values.to_numpy(zero_copy_only=False)

@@ -1,28 +1,28 @@
-"""Prompts and an engine -> trajectories: paths from a prompt to its end, token for token as they were sampled.
+"""Trajectories: paths from a prompt to its end, token for token as an engine sampled them.
 
     prompt ids | completion | environment's messages | completion | ...
 
-Only sampled tokens are targets; what an environment adds is context. No token is tokenised again or rewritten.
+Only sampled tokens are targets; tokens of an environment are context. No token is tokenized again or rewritten.
 
-Without an environment a trajectory is a prompt and its completion. With one it is a course of turns: the policy's, and
-the environment's answer, with the tokens that the template writes between two turns (``turns.py``). It ends where its
+Without an environment a trajectory is a prompt and its completion. With an environment, turns of the policy alternate
+with the environment's answers, and the template's tokens are between them (``turns.py``). A trajectory ends where its
 environment is done, where a completion was cut (a half answer gets no reply), at the limits of turns, tokens or
 context, or with an error: then it is not trained on.
 
-With ``rollout.fork`` a trajectory may go on as several at the end of a turn (``forks.py``).
+With ``rollout.fork`` a trajectory may continue as several at the end of a turn (``forks.py``).
 
-With an agent (``environments/agent.py``) a trajectory is all that the agent asks until it ends: conversations, which
-may branch and begin anew (``conversations.py``). Its path is the one with the newest answer; what was sampled elsewhere
-is in ``branches``.
+With an agent (``environments/agent.py``) a trajectory has all requests of the agent until it ends: conversations, which
+may branch and begin anew (``conversations.py``). Its path is the one with the newest answer; ``branches`` has the
+tokens that were sampled elsewhere.
 
 The engine in this process computes the next turns of all trajectories as one batch, once all environments have
-answered (``sample_trajectories``), and of each turn only the tokens that came since the last one. A server gets each
-turn as soon as its trajectory has come to it (feed.py). For both a trajectory is a coroutine: ``begin`` makes it, and
-``resume`` gives it what it waited for.
+answered (``sample_trajectories``), and of each turn only the tokens that are new. A server gets each turn as soon as
+its trajectory has come to it (rollout_queue.py). For both a trajectory is a coroutine: ``begin`` makes it, and
+``resume`` gives it the result that it waited for.
 
 Random streams are keyed by (seed, prompt id, index). With an environment the id of a turn's prompt is the row's id with
-the sample's index and the turn, so that no trajectory depends on what happens to another. A caller that samples a
-prompt again in another phase passes another seed.
+the sample's index and the turn, so that trajectories do not depend on each other. A caller that samples a prompt again
+in another phase passes another seed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from taut.data.messages import Message, Tool
-from taut.data.prompts import PromptRow
-from taut.data.tool_calls import ToolCall
+from taut.data.rows.messages import Message, Tool
+from taut.data.rows.prompts import PromptRow
+from taut.data.rows.tool_calls import ToolCall
 from taut.errors import DataError, PictureError, RenderError
-from taut.inference.engine import Engine, Sampling
+from taut.inference.engine import Engine
 from taut.inference.local import conversation
-from taut.rewards.panel import Verdict
+from taut.inference.settings import Sampling
+from taut.rewards.reward_set import RewardResult
 from taut.rl.conversations import Conversations, Path
 from taut.rl.environment import (
     AgentCall,
@@ -61,7 +62,7 @@ from taut.rl.turns import Rendered, moved
 from taut.types import Completion, FinishReason, FloatArray, IntArray, Media, Prompt
 from taut.vision.content import ImageRef
 
-NO_VERDICT = Verdict({}, None)
+NO_REWARD = RewardResult({}, None)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,9 +93,9 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """The environment's rewards, by name; empty: it gives none."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """The part of its rewards that turns are charged with: (n, reward), where sampled token n is the last of the turn
-    that an environment's step answered, or of a step of the answer that a reward charges (``steps.py``). What ``cut``
-    gave belongs to the whole path and is left out."""
+    """Rewards that are assigned to turns, as (n, reward). Sampled token n is the last one of a turn that
+    an environment's step answered, or of a step of the answer that a reward charges (``step_rewards.py``). The reward
+    of ``cut`` belongs to the whole path and is left out."""
     num_calls: int = 0
     """Tool calls of the policy."""
     num_malformed_calls: int = 0
@@ -108,16 +109,16 @@ class Trajectory:
     num_conversations: int = 1
     """Conversations that an agent began."""
     num_edited: int = 0
-    """Those that begin as an earlier one, whose history the agent has edited."""
+    """Conversations that begin like an earlier one whose history the agent has edited."""
     forks: tuple[int, ...] = ()
-    """How many tokens had been sampled at each fork of its path."""
+    """Number of tokens that had been sampled at each fork of its path."""
     num_inherited: int = 0
-    """Sampled tokens that it has of another trajectory, from which it forked; all where it ended before the fork."""
+    """Number of sampled tokens that it shares with the trajectory it forked from; all if that ended before the fork."""
     part: int = 0
     """Which of ``parts`` it is; 0: it is whole."""
     rollout: int = 0
     """The number of its rollout, from 0."""
-    verdict: Verdict = NO_VERDICT
+    reward_result: RewardResult = NO_REWARD
     """Its rewards by name, with their total."""
 
     @property
@@ -128,7 +129,7 @@ class Trajectory:
 
     @property
     def parts(self) -> list[Trajectory]:
-        """It and its branches, as trajectories of one path each: what is trained on."""
+        """The trajectory and its branches, as trajectories of one path each: the paths to train on."""
         branches = [
             replace(
                 self,
@@ -147,24 +148,24 @@ class Trajectory:
     @property
     def has_reward(self) -> bool:
         """Whether something can be learned from it: there is a completion, and it has a reward."""
-        return self.error is None and self.verdict.total is not None
+        return self.error is None and self.reward_result.total is not None
 
     @property
     def reward(self) -> float:
-        """The total of its verdict."""
-        assert self.verdict.total is not None, "the trajectory has no reward"
-        return self.verdict.total
+        """The total of its rewards."""
+        assert self.reward_result.total is not None, "the trajectory has no reward"
+        return self.reward_result.total
 
     @property
     def failure(self) -> str | None:
-        """Where it has no reward because of an error: the first error, with the place of its row."""
-        reason = self.error or self.verdict.error
+        """The first error that left it without a reward, with the place of its row; None: there is none."""
+        reason = self.error or self.reward_result.error
         return None if reason is None else f"{self.row.place}#{self.index}: {reason}"
 
-    def judged(self, verdict: Verdict) -> Trajectory:
-        """The same with its verdict; steps that the rewards charge count as turns."""
-        turn_rewards = (*self.turn_rewards, *verdict.turn_rewards)
-        return replace(self, verdict=verdict, turn_rewards=turn_rewards)
+    def judged(self, reward_result: RewardResult) -> Trajectory:
+        """Return the trajectory with its rewards; steps that the rewards charge count as turns."""
+        turn_rewards = (*self.turn_rewards, *reward_result.turn_rewards)
+        return replace(self, reward_result=reward_result, turn_rewards=turn_rewards)
 
     @property
     def is_cut(self) -> bool:
@@ -219,18 +220,18 @@ class PartialTrajectory:
     num_edited: int = 0
     text: str = ""
     forks: tuple[int, ...] = ()
-    """How many tokens had been sampled at each fork."""
+    """Number of tokens that had been sampled at each fork."""
     num_inherited: int = 0
-    """Sampled tokens that it has of the trajectory from which it forked."""
+    """Number of sampled tokens that it shares with the trajectory it forked from."""
     asked: list[tuple[str, list[ToolCall]]] = field(default_factory=list)
-    """What the environment answered: text and calls of each turn."""
+    """Turns that the environment answered: text and calls of each."""
     heard: list[Any] = field(default_factory=list)
-    """What the environment returned: of reset, then of each step."""
+    """Return values of the environment: of reset, then of each step."""
     finish: FinishReason | None = None
     error: str | None = None
 
     def fork(self, n: int) -> list[PartialTrajectory]:
-        """Share its leaves out among n that go on from here; the others of them, without environments."""
+        """Continue as n trajectories that share the leaves equally. Return the n - 1 new ones, without environments."""
         places = range(self.leaves // n, self.leaves, self.leaves // n)
         self.leaves //= n
         self.forks = (*self.forks, len(self.sampled_at))
@@ -279,7 +280,7 @@ class PartialTrajectory:
             self.finish = "length"
 
     def adopt(self, conversations: Conversations) -> None:
-        """Take what an agent has asked as its paths."""
+        """Take the conversations of an agent as its paths."""
         first, *others = conversations.paths()
         newest = conversations.answers[-1]
         root = newest.question.root
@@ -305,8 +306,8 @@ class PartialTrajectory:
             self.rewards[name] = self.rewards.get(name, 0.0) + number
 
     def finished(self) -> list[Trajectory]:
-        """The trajectory, once for each of its leaves: one that ended before a fork is all that it would have become.
-        Asserts that its ids are those that were sampled.
+        """Return the trajectory once for each of its leaves: if it ended before a fork, it stands for all of them.
+        Asserts that its ids are the sampled ones.
         """
         assert self.finish is not None, f"{self.row.id}: the path has not ended"
         ids_T, at_N = np.array(self.ids, np.int64), np.array(self.sampled_at, np.int64)
@@ -336,6 +337,7 @@ class PartialTrajectory:
             forks=self.forks,
             num_inherited=self.num_inherited,
         )
+        # once for each leaf
         others = range(self.index + 1, self.index + self.leaves)
         return [
             trajectory,
@@ -346,7 +348,7 @@ class PartialTrajectory:
 def roots(
     row: PromptRow, n: int, environments: EnvironmentPool | None, first: int
 ) -> list[PartialTrajectory]:
-    """The paths of a row that begin, which become n trajectories. ``first``: the number of the first of those."""
+    """The paths with which a row begins; forks make n trajectories of them. ``first``: number of the first one."""
     leaves = 1 if environments is None else environments.fork.leaves
     return [
         PartialTrajectory(row, index, first + index, row.ids_T.tolist(), leaves, row.media)
@@ -360,14 +362,15 @@ def sample_trajectories(
     sampling: Sampling,
     environments: EnvironmentPool | None = None,
 ) -> list[Trajectory]:
-    """``sampling.n`` trajectories of each row, in the order of rows and samples. The next turns of all of them are one
-    call of the engine, which computes them as one batch.
+    """Sample ``sampling.n`` trajectories of each row, in the order of rows and samples. Each call of the engine has the
+    next turns of all that wait for one, and computes them as one batch.
 
     Raises DataError for a row that is a text where there is an environment: an environment needs messages.
     """
     n = sampling.n
     begun = [roots(row, n, environments, number * n) for number, row in enumerate(rows)]
     paths = {path.number: path for of_row in begun for path in of_row}
+    # Without environments: one call.
     if environments is None:
         prompts = [Prompt(row.id, row.ids_T, media=row.media) for row in rows]
         completions = engine.generate(prompts, sampling)
@@ -375,12 +378,14 @@ def sample_trajectories(
             path.take(completion)
             path.finish = path.finish or "stop"
         return [trajectory for path in paths.values() for trajectory in path.finished()]
+    # With environments: each trajectory is a coroutine that waits for a call of its environment, or for the engine.
     rendered: dict[str, Rendered] = {}
     courses = {number: begin(path, environments, rendered) for number, path in paths.items()}
     results: dict[int, Completion | Outcome | None] = dict.fromkeys(courses)
     waiting: dict[int, Prompt] = {}
     with conversation(engine):
         while True:
+            # Resume every trajectory that has its result.
             calls: dict[int, Call] = {}
             while results:
                 number = next(iter(results))
@@ -396,6 +401,7 @@ def sample_trajectories(
                         results |= dict.fromkeys((number, *(path.number for path in forked)))
                     case call:
                         calls[number] = call
+            # Call the environments; once none has a call, ask the engine for the next turns.
             if calls:
                 results = {**environments.each(calls)}
             elif waiting:
@@ -409,13 +415,27 @@ def sample_trajectories(
                 return [trajectory for path in ended for trajectory in path.finished()]
 
 
+def first_prompts(rows: Sequence[PromptRow], environments: EnvironmentPool) -> list[Prompt | str]:
+    """Return the first prompt of each row, from its environment or agent; where that fails, the reason."""
+    prompts: list[Prompt | str] = []
+    for number, row in enumerate(rows):
+        path = PartialTrajectory(row, 0, number, row.ids_T.tolist(), media=row.media)
+        course = begin(path, environments, {})
+        wanted = resume(course, None)
+        while wanted is not None and not isinstance(wanted, Prompt | list):
+            wanted = resume(course, environments.each({number: wanted})[number])
+        prompts.append(wanted if isinstance(wanted, Prompt) else path.error or "nothing is asked")
+        course.close()
+    return prompts
+
+
 # -- the course of a trajectory
 
 Call: TypeAlias = Callable[[], Any]
 """Calls an environment."""
 Course: TypeAlias = Generator[Prompt | Call | list[PartialTrajectory], Any, None]
-"""What a trajectory waits for, one after another: a completion of a prompt, or the outcome of a call; or, with nothing
-to wait for, the trajectories that it has forked into, to be begun beside it."""
+"""Yields what a trajectory waits for, one after another: a prompt, for its completion, or a call, for its outcome. A
+list has the trajectories that it has forked into, to be begun beside it, and waits for nothing."""
 
 
 def begin(
@@ -434,7 +454,9 @@ def begin(
 def resume(
     course: Course, result: Completion | Outcome | None
 ) -> Prompt | Call | list[PartialTrajectory] | None:
-    """What a trajectory waits for next, or has forked into; None: it has ended. ``result``: what it waited for."""
+    """Continue a trajectory, and return what it waits for next, or has forked into; None: it has ended. ``result``: of
+    what it waited for.
+    """
     try:
         return course.send(result)
     except StopIteration:
@@ -450,7 +472,7 @@ def _alone(path: PartialTrajectory) -> Course:
 def _with_environment(
     path: PartialTrajectory, environments: EnvironmentPool, rendered: dict[str, Rendered]
 ) -> Course:
-    """Turns of the policy, and what its environment says to them."""
+    """Alternate turns of the policy and the answers of its environment."""
 
     fork = environments.fork
 
@@ -483,7 +505,7 @@ def _with_environment(
         return {} if act is None else read_reward(act(), path.row.place)
 
     def follow(what: str, outcome: Outcome, act: Callable[[Any], None]) -> None:
-        """Go on with what a call returned; a trajectory whose call failed ends."""
+        """Continue with the value of a call; a trajectory whose call failed ends."""
         if outcome.error is not None:
             path.fail(f"the environment's {what} {outcome.error}")
             return
@@ -492,6 +514,7 @@ def _with_environment(
         except (RenderError, PictureError) as error:
             path.fail(str(error))
 
+    # the first messages; then turns, each answered by the environment, until one of them ends
     if path.num_turns == 0:
         follow("reset", (yield start), lambda said: _open(path, said, environments, rendered))
     while path.finish is None:
@@ -500,6 +523,7 @@ def _with_environment(
             _read_calls(path, environments)
             act = partial(step, path.environment, path.text, path.calls)
             follow("step", (yield act), lambda said: _continue(path, said, environments))
+        # a fork: other paths go on beside this one
         if path.finish is None and path.num_turns in fork.turns:
             forked = path.fork(fork.n)
             follow("copy", (yield partial(share, forked)), lambda _: None)
@@ -511,7 +535,7 @@ def _with_environment(
 
 
 def _with_agent(path: PartialTrajectory, environments: EnvironmentPool) -> Course:
-    """What the agent asks, one request after another, until it ends or has had its turns."""
+    """Answer the requests of an agent, one after another, until it ends or has had its turns."""
     conversations = Conversations(environments.bridge, environments.calls)
     config = environments.config
 
@@ -528,14 +552,12 @@ def _with_agent(path: PartialTrajectory, environments: EnvironmentPool) -> Cours
         reward = read_reward(found.event.reward, f"{path.row.place}: the agent")
         return Next(Ended(reward, found.event.error), found.was_read)
 
-    def end() -> None:
-        path.environment.end()
-
     outcome: Outcome = yield AgentCall(start)
     while path.finish is None:
         if outcome.error is not None:
             path.fail(f"the agent {outcome.error}")
             break
+        # the end of the agent, or its next request
         event, was_read = outcome.value
         if not was_read:
             conversations.forget()
@@ -575,7 +597,7 @@ def _with_agent(path: PartialTrajectory, environments: EnvironmentPool) -> Cours
                         "context and rollout.environment.max_tokens; send a shorter history"
                     )
             outcome = yield AgentCall(partial(reply, answer))
-    yield AgentCall(end)
+    yield AgentCall(lambda: path.environment.end())
     if conversations.answers:
         path.adopt(conversations)
         is_cut = conversations.answers[-1].completion.finish_reason == "length"
@@ -595,21 +617,25 @@ def _open(
     if messages is not None:
         follows = getattr(path.environment, "follows_prompt", False)
         first = joined(first, messages) if follows and not isinstance(first, str) else messages
+    problem = ""
     if isinstance(first, str):
-        raise DataError(
-            f"{path.row.place}: the prompt is a text, and an environment speaks in messages; expected messages; give "
-            "the row messages, or the environment a reset that makes them"
+        problem = (
+            "the prompt is a text, and an environment speaks in messages; expected messages; give the row messages, or "
+            "the environment a reset that makes them"
         )
-    if path.row.template_variables:
-        raise DataError(
-            f"{path.row.place}: the row's source has chat_template_kwargs of its own, and an environment's turns are "
-            "all rendered alike; expected the same for all rows; set data.chat_template_kwargs instead"
+    elif path.row.template_variables:
+        problem = (
+            "the row's source has chat_template_kwargs of its own; expected equal ones for all rows of an environment; "
+            "set data.chat_template_kwargs instead"
         )
+    if problem or isinstance(first, str):
+        raise DataError(f"{path.row.place}: {problem}")
     path.heard.append(messages)
     path.first_messages = first
+    # the ids: the row's own, unless messages or tools are others
     tools = environments.kind_of(path.row).tools
     path.tools = tools or path.row.tools
-    if messages is not None or tools:
+    if messages is not None or path.tools != path.row.tools:
         key = json.dumps([first, path.tools], default=_picture_key)
         if key not in rendered:
             rendered[key] = environments.bridge.prompt_media(first, path.tools)

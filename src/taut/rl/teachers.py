@@ -1,7 +1,7 @@
 """Teachers that score the completions of a rollout before it is trained on.
 
-What a teacher gives a completion are streams of its targets (types.py): its logprob of each, and its likeliest tokens
-there. They are computed once, however many steps train on the rollout. A teacher is
+A teacher gives a completion streams of its targets (types.py): its logprob of each, and its likeliest tokens there.
+They are computed once, however many steps train on the rollout. A teacher is
 
     ServerTeacher    behind a server, which is asked
     ModelTeacher     a model in this process, the policy among them. It may see a completion after another prompt than
@@ -25,12 +25,12 @@ import numpy as np
 from torch import Tensor
 
 from taut.config import Decision
-from taut.errors import TautError
 from taut.inference.teacher_server import TeacherServer
 from taut.models.scorer import Scorer
 from taut.models.teacher import teacher_streams
 from taut.rl.rollout import Group, ModelScores, sample_of, score_trees
 from taut.rl.sampler import Trajectory
+from taut.train.distributed import outcome_of
 from taut.train.trainer import Trainer
 from taut.types import TEACHER_LOGP, TOP_LOGP, FloatArray, Packed, Sample, Tree, Wants
 
@@ -54,18 +54,9 @@ class ServerTeacher:
     def score(self, trainer: Trainer, groups: Sequence[Group], step: int) -> ModelScores:
         samples = [sample_of(t) for group in groups for t in group.trajectories]
         ranks = trainer.ranks
-        outcome: ModelScores | TautError
         with trainer.interrupts.at_once(ranks):
-            try:
-                outcome = self.server.score(samples[ranks.rank :: ranks.size])
-            except TautError as error:
-                outcome = error
-        scores: ModelScores = {}
-        for share in ranks.gather(outcome):
-            if isinstance(share, TautError):
-                raise share
-            scores |= share
-        return scores
+            outcome = outcome_of(lambda: self.server.score(samples[ranks.rank :: ranks.size]))
+        return {name: scores for share in ranks.agree(outcome) for name, scores in share.items()}
 
     def close(self) -> None:
         self.server.close()
@@ -85,7 +76,7 @@ class ModelTeacher:
     active: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The context of its forwards: the weights that it has."""
     view: Callable[[Trajectory], Sample] = sample_of
-    """How it sees a trajectory: with other tokens before the same targets."""
+    """Its view of a trajectory: other tokens before the same targets."""
     gives = TEACHER_LOGP
 
     def score(self, trainer: Trainer, groups: Sequence[Group], step: int) -> ModelScores:
@@ -112,8 +103,8 @@ class Teachers:
     by_name: Mapping[str, RolloutTeacher]
     column: str | None = None
     """The column with the name of a row's teacher; None: one teacher, named "", for all."""
-    settled: Sequence[Decision] = ()
-    """What was decided for the user when they were opened."""
+    decisions: Sequence[Decision] = ()
+    """The settings that were chosen when they were opened, with reasons."""
 
     def score(
         self, trainer: Trainer, groups: Sequence[Group], step: int
@@ -122,15 +113,14 @@ class Teachers:
         scores: ModelScores = {}
         metrics: dict[str, float] = {}
         for name, teacher in self.by_name.items():
-            own = [group for group in groups if self._name_of(group) == name]
+            own = list(groups)
+            if self.column is not None:
+                own = [group for group in groups if str(group.row.columns[self.column]) == name]
             if own:
                 of_teacher = teacher.score(trainer, own, step)
                 metrics |= _metrics(f"teacher/{name}" if name else "teacher", own, of_teacher)
                 scores |= of_teacher
         return scores, metrics
-
-    def _name_of(self, group: Group) -> str:
-        return "" if self.column is None else str(group.row.columns[self.column])
 
     def close(self) -> None:
         """Close what was opened."""

@@ -1,14 +1,14 @@
-"""The tokens between two turns of the policy: what the template writes after a turn, up to where the next begins.
+"""The tokens that the template writes between two turns of the policy.
 
-    next prompt = what there was, as sampled | rest of the turn's end | messages | generation prompt
+    next prompt = all tokens so far, as sampled | rest of the turn's end | messages | generation prompt
 
-Sampled text is never tokenised again. What comes after a turn does not depend on what was said in it: the conversation
-is rendered with a known word in place of the turn (in its last call, where it has calls), and what comes after the
-word, from the token that ends the turn on, is tokenised: a special token is one wherever it stands, and what is after
-it does not know what was before. A completion that has sampled the end of its turn is followed by the rest.
+Sampled text is never tokenized again. The tokens after a turn do not depend on its text: the conversation is rendered
+with a known word in place of the turn (in its last call, if it has calls), and the text after the word is tokenized,
+from the token that ends the turn on. That token is special, so the tokens after it do not depend on the text before it.
+A completion that sampled the end of its turn is followed by the rest.
 
-Some templates write a turn differently once it is history (thinking is taken out). What was sampled stays as it is: the
-policy is trained on what it saw. ``rewrites`` says which kind a template is.
+Some templates write a turn differently once it is history (they take thinking out). Sampled turns stay unchanged: the
+policy is trained on what it saw. ``rewrites`` says whether a template does so.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TypeAlias
 
-from taut.data.chat_template import PROBE, Ids, Text, common_length
-from taut.data.images import Placed
-from taut.data.messages import Message, Tool, images_of
-from taut.data.render import Renderer
-from taut.data.tool_calls import THOUGHT, own_id
+from taut.data.read.json_io import shown
+from taut.data.render.chat_template import PROBE, Ids, Text, common_length
+from taut.data.render.images import Placed
+from taut.data.render.render import Renderer
+from taut.data.rows.messages import Message, Tool, images_of
+from taut.data.rows.tool_calls import THOUGHT, own_id
 from taut.errors import RenderError
 from taut.types import Media
 
@@ -43,14 +44,27 @@ class Bridge:
         self.renderer, self.template = renderer, renderer.template
         self.stop_ids = frozenset(stop_ids)
         self.heard: set[str] = set()
-        """Roles whose messages the template was seen to write after a turn."""
+        """Roles whose messages the template was seen to write after a turn, and tools that it shows."""
+
+    def require_tools(self, tools: Sequence[Tool]) -> None:
+        """Raise RenderError for a tool that the template does not show."""
+        if (key := str(tools)) in self.heard:
+            return
+        prompt = self.template.apply(PROBE[:1], tools, "the probe", is_prompt=True).text
+        for name in [tool["function"]["name"] for tool in tools]:
+            if name not in prompt:
+                raise RenderError(
+                    f"the chat template does not write the tool {shown(name)}; expected one that shows the policy what "
+                    f"it may call; give another with {self.template.key}=FILE, or {self.template.key}=hermes"
+                )
+        self.heard.add(key)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         """History and generation prompt, where no turn has been sampled yet."""
         return self.prompt_media(messages, tools)[0]
 
     def prompt_media(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendered:
-        """The same with its pictures."""
+        """History and generation prompt with their pictures, where no turn has been sampled yet."""
         ids_T, media = self.renderer.prompt_media(messages, tools)
         return ids_T.tolist(), media
 
@@ -77,7 +91,9 @@ class Bridge:
         if not self.heard >= {message["role"] for message in said}:
             self._require_heard(turns, said, tools, word)
         ids, placed = self._from_end(turns, said, tools, word)
-        ids = ids[1:] if last in self.stop_ids else ids
+        # the first token of the next header may be the end of the turn: then no other end stands for it
+        if last == ids[0] or (last in self.stop_ids and not self.template.turn_ends.closing):
+            ids = ids[1:]
         store = self.template.pictures.image_store
         depends_on_count = store is not None and store.processor.depends_on_count
         if depends_on_count and placed and images_of(turns):
@@ -98,6 +114,7 @@ class Bridge:
         prompt = self.prompt(messages, tools)
         for turn in (turn, {**turn, **THOUGHT}):  # noqa: B020
             row = self.template.apply((*messages, turn), tools, PLACE)
+            row = self.template.closed(row, turn, said["role"])
             row_ids = self.template.encode([row])[row]
             start = common_length(prompt, row_ids)
             if start == len(prompt):
@@ -161,7 +178,8 @@ class Bridge:
     def _end_of_calls(self, turn: Message, tools: Sequence[Tool], word: str, tail: str) -> int:
         """Where the token that ends a turn with calls begins in ``tail``, what is written after the word: markers of
         calls may be special tokens, too."""
-        row = self.template.apply((*PROBE[:1], turn), tools, PLACE).text
+        whole = self.template.apply((*PROBE[:1], turn), tools, PLACE)
+        row = self.template.closed(whole, turn, "tool").text
         alone = Text(row[row.rfind(word) + len(word) :], is_rendering=True)
         end = self.template.end_of_turn(self.template.encode([alone])[alone], 0, PLACE)
         first, stop = self.template.spans(alone)[end]
@@ -174,7 +192,7 @@ class Bridge:
 
 
 def moved(media: Sequence[Media], by: int) -> tuple[Media, ...]:
-    """The same pictures ``by`` tokens later."""
+    """Return the pictures, ``by`` tokens later."""
     return tuple(
         replace(medium, start=medium.start + by, stop=medium.stop + by) for medium in media
     )
@@ -209,12 +227,12 @@ def _calls(turn: Message, after: Sequence[Message]) -> list[Tool]:
         index = call.get("id")
         index = index if isinstance(index, str) and index else own_id(k)  # a row may have none
         names[index] = call["function"]["name"]
-    indices, answered = list(names), {}
+    indices, answered_names = list(names), {}
     answers = takewhile(lambda message: message["role"] == "tool", after)
     for k, answer in enumerate(answers):
         index = answer.get("tool_call_id") or (indices[k] if k < len(indices) else own_id(k))
-        answered[index] = answer.get("name") or names.get(index, "tool")
+        answered_names[index] = answer.get("name") or names.get(index, "tool")
     return [
         {"id": index, "type": "function", "function": {"name": name, "arguments": {"text": "x"}}}
-        for index, name in (answered or names).items()
+        for index, name in (answered_names or names).items()
     ]

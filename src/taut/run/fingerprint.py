@@ -1,16 +1,15 @@
 """The identity of a run, and what a resume may change.
 
 A checkpoint holds the identity of its run: the configuration, hashes of model, adapter, tokenizer, template and each
-source of data, and the environment. On resume each difference is of one of five kinds:
+source of data, and the environment. On resume each difference is of one of six kinds:
 
-- it changes what is learned (the data, the model, the loss, AdamW's betas): refused, by key, with both values;
-- it changes the learning rate of the remaining steps (``may_change.schedule``), a pure function of the step without
-  state: applied from the next step on, and logged with both values;
-- it is the address of a reward's server (``ADDRESS``): applied, and logged with both values. Whether the same model
-  answers there is not checked, as with ``rollout.urls``;
-- it changes numbers by rounding only (threads, ranks, the libraries of products, the token budget): equality bit for
-  bit becomes equality within ``TOLERANCE``, and the log says so;
-- it does not affect the steps (``may_change.freely``), or only their number (steps, epochs; a schedule follows them).
+    what is learned       data, model, loss, AdamW's betas: refused, by key, with both values
+    learning rate         of the remaining steps (``may_change.schedule``): applied from the next step on, and logged
+    place of data         (``follow_sources``): applied if the contents are the same, and logged
+    address of a reward   (``ADDRESS``): applied and logged; which model answers there is not checked
+    rounding              threads, ranks, libraries of products, token budget (``may_change.rounding``): equality bit
+                          for bit becomes equality within ``TOLERANCE``, and the log says so
+    nothing               that affects a step (``may_change.freely``), or only the number of steps: applied
 
 A method defines which keys are of which kind (``RunConfig.may_change``).
 """
@@ -21,7 +20,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, is_dataclass
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,19 +28,20 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from taut.config import home_path, to_dict, user_path
-from taut.data.dataset import DataConfig
-from taut.data.top_logprobs import WithTeacher
-from taut.errors import ConfigError, ModelError
+from taut.config import fields_of, home_path, to_dict, user_path
+from taut.conflicts import default_of, is_table
+from taut.data.settings import DataConfig, Source
+from taut.data.store.top_logprobs import WithTeacher
+from taut.errors import ConfigError, ModelError, redacted_in
 from taut.io import files
 from taut.methods import METHODS
 from taut.methods.aux_models import load_config_of
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.methods.online import OnlineMethod
-from taut.models import products
+from taut.models.cpu import cpu_matmul
 from taut.models.precision import resolve_dtype
-from taut.rewards.registry import REWARDS, models_of
+from taut.rewards.registry import class_of, models_of
 from taut.train.distributed import Ranks
 
 ADDRESS = ("url", "api_key_env")
@@ -66,7 +66,7 @@ SHOWN = 5
 
 
 class Differences(NamedTuple):
-    """The differences between two identities, as text, by what follows from them."""
+    """Differences between two identities, as text, by their consequence."""
 
     refused: list[str]
     rounding: list[str]
@@ -74,10 +74,11 @@ class Differences(NamedTuple):
 
 
 def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
-    """The identity of a run, as JSON-able values; every rank calls it."""
+    """The identity of a run as values for JSON, without secrets. Every rank calls it."""
     adapter = [run.lora.adapter] if run.lora.adapter else []
+    # of files the contents, of names on the hub the commits
     is_cuda = ranks.device.type == "cuda"
-    return {
+    identity: dict[str, Any] = {
         "config": _settings(run),
         "dtype": str(resolve_dtype(run.dtype, ranks.device).dtype).removeprefix("torch."),
         "model": _hashes(run.model, "model", inputs.config, ranks, has_code=run.trust_remote_code),
@@ -93,18 +94,19 @@ def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
             "transformers": version("transformers"),
             "ranks": ranks.size,
             "threads": torch.get_num_threads(),
-            "products": products.active().name,
+            "cpu_matmul": cpu_matmul.active().name,
             "processor": torch.cuda.get_device_name(ranks.device)
             if is_cuda
             else torch.backends.cpu.get_cpu_capability(),
         },
         **_others(run, inputs, ranks),
     }
+    return dict(redacted_in(identity))
 
 
-def products_in(identity: Mapping[str, Any]) -> str | None:
-    """The libraries of products in an identity; None: it is of an older version, or there was nothing to choose."""
-    name = identity.get("environment", {}).get("products")
+def cpu_matmul_in(identity: Mapping[str, Any]) -> str | None:
+    """The libraries of matrix products (cpu_matmul) in an identity; None in an older identity, or without a choice."""
+    name = identity.get("environment", {}).get("cpu_matmul")
     return name if isinstance(name, str) else None
 
 
@@ -132,22 +134,23 @@ def _others(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    """The content of a file of the user's."""
+    """Read a text file that the user names."""
     try:
         return files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"found {path} named as code of a reward, an advantage, a loss, an environment or a tool, or as a "
-            f"template, which cannot be read: {error}; expected a text file; correct the path"
+            f"{path}, named as code of the user's or as a template, cannot be read: {error}; expected a text file; "
+            "correct the path"
         ) from error
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differences:
-    """The differences between two identities."""
+    """Compare two identities."""
     result, may_change = Differences([], [], []), _method(new).may_change
     for key, before, now in _leaves(old, new, ""):
         if before == now:
             continue
+        # text: the setting, or the part and its file, with both values
         part, _, name = key.partition(".")
         title, setting = key, name if part == "config" else ""
         if part == "config":
@@ -158,6 +161,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differences:
         text = f"{title}: {what}{_shown(before)} then, {_shown(now)} now"
         if name == "commit":
             text += f" (NAME@{before} names that commit of the hub's)"
+        # its consequence
         if part == "environment" or _is_among(setting, may_change.rounding):
             result.rounding.append(text)
         elif _is_among(setting, may_change.schedule):
@@ -178,16 +182,23 @@ def _is_among(setting: str, keys: Sequence[str]) -> bool:
 
 
 def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) -> Differences:
-    """The differences that a resume may have. Raises ConfigError where the run at ``where`` is another one."""
+    """Compare the identity of the run at ``where`` with that of the run that resumes it. Raises ConfigError for a
+    difference that a resume may not have.
+    """
+    # what an earlier version wrote: without keys that did not exist, and with secrets
     method = _method(new)
-    common = {field.name for field in fields(RunConfig)}
+    common = fields_of(RunConfig)
     defaults = _settings(RunConfig(model="", data=DataConfig())) | {
-        field.name: to_dict(field.default)
-        for field in fields(method)
-        if field.name not in common and is_dataclass(field.default)
+        name: to_dict(default_of(method, name))
+        for name, field in fields_of(method).items()
+        if name not in common and is_table(field.annotation)
     }
+    old = redacted_in(dict(old))  # of a version that kept secrets
+    # addresses of reward servers and places of data do not count
     before, now = _without_addresses(old["config"]), _without_addresses(new["config"])
     before = _with_defaults(before, now, defaults)
+    if (sources := _known(now)) and sources == _known(before):
+        before = {**before, "data": {**before["data"], "train": now["data"]["train"]}}
     result = differences({**old, "config": before}, {**new, "config": now})
     if result.refused:
         more = len(result.refused) - SHOWN
@@ -199,8 +210,50 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) ->
     return result
 
 
+def follow_sources(run: RunConfig, before: Mapping[str, Any]) -> RunConfig:
+    """Give the sources of ``run`` the names of those in ``before``, resolved.json of the run that it resumes, if only
+    their paths differ. That their contents are the same is checked with the identities.
+    """
+    old, new = _sources_in(before.get("config")), _sources_in(to_dict(run))
+    names = [source["known_as"] or source["path"] for source in old]
+    place = {"path": "", "known_as": None}
+    is_alike = [source | place for source in old] == [source | place for source in new]
+    if run.data.is_stream or old == new or not is_alike:
+        return run
+    train: list[str | Source] = [
+        Source(**{**source, "known_as": None if source["path"] == name else name})
+        for source, name in zip(new, names, strict=True)
+    ]
+    return replace(run, data=replace(run.data, train=train))
+
+
+def moved_sources(run: RunConfig) -> list[str]:
+    """Sources that are read from another path than at the start of the run, as text."""
+    train = run.data.train if isinstance(run.data.train, list) else []
+    return [
+        f"data.train: {source.known_as} then, {source.path} now: the same contents; ids of samples stay as they were"
+        for source in train
+        if isinstance(source, Source) and source.known_as is not None
+    ]
+
+
+def _sources_in(config: Any) -> list[dict[str, Any]]:
+    """data.train of a written configuration, as tables with all their keys."""
+    data = config.get("data") if isinstance(config, Mapping) else None
+    train = data.get("train") if isinstance(data, Mapping) else None
+    items = train if isinstance(train, list) else [train] if train else []
+    tables = ({"path": item} if isinstance(item, str) else item for item in items)
+    return [{**to_dict(Source(path="")), **it} for it in tables if isinstance(it, Mapping)]
+
+
+def _known(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """data.train of a written configuration, with the paths at the start of the run."""
+    sources = _sources_in(config)
+    return [{**it, "path": it["known_as"] or it["path"], "known_as": None} for it in sources]
+
+
 def moved_servers(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The rewards whose server has another address than before, as text."""
+    """Rewards whose server has another address than before, as text."""
     before, now = (
         {
             spec["label"] or spec["name"]: spec["options"]["url"]
@@ -217,7 +270,7 @@ def moved_servers(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _without_addresses(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the addresses and keys of the servers of rewards."""
+    """A configuration without the addresses and keys of reward servers."""
     if not isinstance(config.get("rewards"), Sequence) or isinstance(config["rewards"], str):
         return dict(config)
     rewards = [
@@ -231,9 +284,8 @@ def _without_addresses(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _has_server(spec: Any) -> bool:
     """Whether a reward is computed by a server."""
-    if not isinstance(spec, Mapping) or spec["name"] not in REWARDS:
-        return False
-    return REWARDS[spec["name"]].runs == "remote"
+    cls = class_of(spec["name"]) if isinstance(spec, Mapping) else None
+    return cls is not None and cls.runs == "remote"
 
 
 def _settings(run: RunConfig) -> dict[str, Any]:
@@ -244,14 +296,14 @@ def _settings(run: RunConfig) -> dict[str, Any]:
         if not table or table in config:  # some tables belong to one method
             (config[table] if table else config).pop(name, None)
     for source in config.get("distill", {}).get("teachers", {}).values():
-        source.clear()  # as of a single teacher: directories are hashed, addresses may change
-    if "reference" in config:  # whether there is a file; its content has an identity of its own
+        source.clear()  # as for a single teacher, directories are hashed and addresses may change
+    if "reference" in config:  # only whether there is a file; its content has its own identity
         config["reference"]["file"] = config["reference"]["file"] is not None
     return config
 
 
 def _with_defaults(before: Any, now: Any, defaults: Any) -> Any:
-    """``before``, with the defaults of keys that did not exist then."""
+    """``before`` with the defaults of keys that did not exist then."""
     if not all(isinstance(value, Mapping) for value in (before, now, defaults)):
         return before
     new = {key: defaults[key] for key in now if key in defaults and key not in before}
@@ -261,7 +313,7 @@ def _with_defaults(before: Any, now: Any, defaults: Any) -> Any:
 
 
 def _leaves(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of every leaf of either tree."""
+    """(dotted key, old value, new value) for every leaf of either tree."""
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         return [(prefix, old, new)]
     leaves = []
@@ -293,9 +345,10 @@ def _hashes(
     has_code: bool = False,
     more: Sequence[str] = (),
 ) -> dict[str, str]:
-    """File name -> SHA-256 of a model's or adapter's files; the commit of a hub name. The ranks share the work.
+    """File name -> SHA-256 for the files of a model or adapter; for a name on the hub its commit. The ranks share the
+    files.
 
-    ``has_code``: whether Python code that comes with the model is run. ``more``: patterns of further files.
+    ``has_code``: include the model's Python files, which the run executes. ``more``: patterns of further files.
     """
     directory = user_path(path, key)
     if not directory.is_dir():

@@ -1,22 +1,24 @@
-"""The inputs of a run: tokenizer, template and data, made of its configuration by ``load_inputs``.
+"""Load the inputs of a run from its configuration: tokenizer, template and data.
 
-What is chosen for the user is a ``Decision`` with its reason. ``taut.run.setup`` makes the models and the trainer.
+Each choice that is made for the user is a ``Decision`` with its reason. Models and trainer: ``taut.run.setup``.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import date
 from functools import partial
 
 from taut.config import Decision
-from taut.data.cache import directory_of
 from taut.data.dataset import Dataset, build_renderer
-from taut.data.json_io import shown
-from taut.data.schema import OtherKindError
-from taut.data.stop_tokens import StopSet, derive_stop_set, described
-from taut.data.template_files import template_decision
-from taut.errors import ConfigError, DataError
+from taut.data.read.json_io import shown
+from taut.data.render.stop_tokens import StopSet, derive_stop_set, described
+from taut.data.render.template_files import template_decision
+from taut.data.rows.messages import RowForm
+from taut.data.rows.schema import OtherKindError
+from taut.data.store.cache import directory_of
+from taut.errors import DataError
 from taut.io import hub
 from taut.io.console import counted
 from taut.methods import commands_for
@@ -29,8 +31,8 @@ from taut.vision.image_store import open_image_store
 
 
 def load_language(run: RunConfig, day: date | None = None) -> Language:
-    """Configuration, tokenizer and template. ``day``: the date of the run's start, for templates that print it; None:
-    today.
+    """Load configuration, tokenizer and template. ``day``: the date on which the run began, for templates that print
+    it; None: today.
     """
     path, trust, cached = run.model, run.trust_remote_code, directory_of(run.data.cache)
     config, tokenizer = load_config(path, trust), load_tokenizer(path, trust)
@@ -49,14 +51,15 @@ def load_stops(run: RunConfig, language: Language) -> StopSet:
 def load_inputs(
     run: RunConfig, ranks: Ranks, day: date | None = None, *, trains: bool = False
 ) -> Inputs:
-    """Tokenizer, template and tokenised data. The writer tokenises first; the others read its cache. ``trains``:
-    whether the run is about to train, and so to record a stream.
+    """Load tokenizer, template and tokenized data. The writer tokenizes first; the other ranks read its cache.
+    ``trains``: whether the run is about to train, and so records the rows that it takes from a stream.
     """
-    if run.steps is not None and run.epochs is not None:
-        raise ConfigError(f"steps={run.steps} and epochs={run.epochs} are both set; keep one")
+    # tokenizer and template
     language = load_language(run, day)
     stops = load_stops(run, language)
     renderer = language.renderer.stopping_at(stops.ids)
+
+    # data: the writer fills the cache, then the others read it
     if not ranks.is_writer:
         ranks.barrier()
     load = partial(
@@ -76,14 +79,15 @@ def load_inputs(
     if len(set(ranks.gather(train.fingerprint))) > 1:
         raise DataError(
             "data.train: the ranks read different content; expected files that all of them see alike and that no "
-            "process "
-            "changes now; begin again"
+            "process changes now; begin again"
         )
+
+    # what would fail later is refused now
     inputs = inputs_of(run, language, stops, train, held_out)
     inputs.decisions.extend(thread_decisions(ranks.device))
     size = language.num_rows
     for data in (train, held_out):
-        beyond = None if data is None else data.first_beyond(size)
+        beyond = None if data is None else data.first_id_over(size)
         if beyond is not None:
             place, index = beyond
             raise DataError(
@@ -104,10 +108,11 @@ def load_inputs(
 def inputs_of(
     run: RunConfig, language: Language, stops: StopSet, train: Dataset, held_out: Dataset | None
 ) -> Inputs:
-    """The loaded parts as ``Inputs``, with the decisions made on the way."""
+    """Join the loaded parts, with the decision behind each."""
     config, tokenizer, new_ids, renderer = language
     template, decisions = renderer.template, run.decisions
-    if reason := hub.settled():
+    # the model
+    if reason := hub.offline_reason():
         decisions.append(Decision("hub", "cached files only", reason))
     if commit := getattr(config, "_commit_hash", None):
         decisions.append(
@@ -116,6 +121,7 @@ def inputs_of(
     max_length = run.longest_sample(config)
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
+    # the template, and rows without messages
     decisions += template_decision(run.data.template)
     decisions.append(Decision("stop", *described(stops, template)))
     key, is_templated = "data.apply_chat_template", run.data.apply_chat_template
@@ -127,10 +133,24 @@ def inputs_of(
         rows = f"plain text in {counted(num_plain, 'rows')} is used as it is"
         other = "set" if is_templated is not None else f"{key}=true renders it as messages"
         decisions.append(Decision(key, "false", f"{rows}, without the chat template; {other}"))
+    # rows that are read as others, and what every row gets
+    read_as = sum((data.read_as for data in (train, held_out) if data), Counter[RowForm]())
+    forms: tuple[tuple[RowForm, str, str], ...] = (
+        ("developer", "system", "developer messages are read as system messages"),
+        ("nulls", "absent", "nulls that a table wrote for keys of other rows are left out"),
+    )
+    decisions += [
+        Decision(f"data.{form}", value, f"{reason}, in {counted(read_as[form], 'rows')}")
+        for form, value, reason in forms
+        if read_as[form]
+    ]
     if run.data.chat_template_kwargs:
         values = json.dumps(run.data.chat_template_kwargs, ensure_ascii=False)
         reason = "set; they are the defaults of the template that is saved, and a server needs no setting"
         decisions.append(Decision("data.chat_template_kwargs", values, reason))
+    if template.is_as_text:
+        reason = "set; control tokens in what a row says are text; a server that tokenizes a rendering reads them"
+        decisions.append(Decision("data.control_tokens", "as_text", reason))
     if texts := run.data.system_messages:
         value = " or ".join(sorted(map(shown, texts)))
         reason = (
@@ -155,13 +175,13 @@ def inputs_of(
 
 
 def _taught_ends(train: Dataset) -> list[Decision]:
-    """The number of samples that teach the model to stop, unless all do. Raises DataError where none does."""
+    """Report how many samples teach the model to stop, unless all do. Raises DataError where none does."""
     num_ends, num_samples = train.num_ended, len(train)
     cut = f"{len(train.report.cut):,} were cut before their end"
     if not num_ends:
         raise DataError(
             f"data.train: none of {num_samples:,} samples has a token that ends an answer among its targets ({cut}); "
-            "expected the model to be taught to stop; raise data.max_length or set data.too_long=drop"
+            "expected the model to learn to stop; raise data.max_length or set data.too_long=drop"
         )
     if num_ends == num_samples:
         return []

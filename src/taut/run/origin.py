@@ -1,13 +1,13 @@
-"""Where a run comes from, for its start event: the command, the code, the machine and the versions.
+"""The origin of a run, for its start event: command, code, machine and versions.
 
-    argv           the command line; the log hides its secrets as in every event (taut/errors.py)
-    git            {"commit", "is_dirty"} of the directory that the run was started in; absent where there is none
-    host           the name of the machine that writes the run
-    devices        of each rank: {"host", "name", "memory_bytes"}, of a GPU, or of the processor and the host's memory
-    versions       python, each package of taut's that is installed here, and cuda, driver and nccl where there is a GPU
+    argv           command line; the log hides its secrets as in every event (taut/errors.py)
+    git            {"commit", "is_dirty"} of the directory in which the run was started; absent outside of a repository
+    host           name of the machine that writes the run
+    devices        for each rank {"host", "name", "memory_bytes"} of its GPU, or of its processor and the host's memory
+    versions       python, each package that taut requires and finds; with a GPU also cuda, driver and nccl
     num_cpus, num_threads    logical processors that the process may use, and threads that compute
 
-What cannot be found out is left out, and nothing here ends a run: git has ``GIT_SECONDS``.
+What cannot be found out is left out; nothing here ends a run. A call of git has ``GIT_SECONDS``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import platform
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -26,19 +27,19 @@ import torch
 from packaging.requirements import Requirement
 
 from taut.io import threads
-from taut.models.frozen import host_memory
+from taut.models.quantized.frozen_storage import host_memory
 from taut.train.distributed import Ranks, nccl_version
 
 GIT_SECONDS = 5.0
 """Time limit of each call of git: the directory may be on a network."""
 PACKAGES = ("torch", "transformers", "peft", "tokenizers")
-"""Named in any case; the others are what taut's metadata require."""
+"""Reported in any case, beside the packages that taut's metadata require."""
 DRIVER = Path("/proc/driver/nvidia/version")
 PROCESSOR = Path("/proc/cpuinfo")
 
 
 def origin(ranks: Ranks) -> dict[str, Any]:
-    """The fields; every rank calls it."""
+    """The fields of the start event. Every rank calls it."""
     device = ranks.device
     code = git_state(Path.cwd()) if ranks.is_writer else None
     return {
@@ -53,7 +54,7 @@ def origin(ranks: Ranks) -> dict[str, Any]:
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """The commit that is checked out, and whether tracked files differ from it; None where there is no repository, or
+    """The commit that is checked out, and whether tracked files differ from it. None outside of a repository, or where
     git does not answer.
     """
     commit = _git(directory, "rev-parse", "--verify", "HEAD")
@@ -64,7 +65,7 @@ def git_state(directory: Path) -> dict[str, Any] | None:
 
 
 def _git(directory: Path, *words: str) -> str | None:
-    """What git prints. It runs no program that the repository's configuration names, and takes no lock."""
+    """The output of git, which runs no program that the repository's configuration names, and takes no lock."""
     try:
         done = subprocess.run(
             ["git", "-c", "core.fsmonitor=false", "-C", str(directory), *words],
@@ -81,7 +82,7 @@ def _git(directory: Path, *words: str) -> str | None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """A device's name and memory; of a CPU those of the host."""
+    """Name and memory of a GPU, or of the processor and the host."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {"name": properties.name, "memory_bytes": properties.total_memory}
@@ -89,6 +90,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str:
+    """The model of the processor."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", PROCESSOR.read_text(), re.MULTILINE)
     except OSError:  # macOS has none
@@ -97,46 +99,35 @@ def _processor() -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """The versions of Python, the packages, and of what drives the GPU, by name."""
+    """Name -> version of Python, the packages, and with a GPU of CUDA, driver and NCCL."""
     found = {"python": platform.python_version(), **_of_packages()}
+    # torch built for ROCm has hip instead of cuda
     if device.type == "cuda":
         compiled = torch.version.cuda or getattr(torch.version, "hip", None)
         found |= {"cuda": compiled} if compiled else {}
-        found |= {"driver": driver} if (driver := _driver()) else {}
+        with suppress(
+            OSError
+        ):  # another vendor's, or a container that does not show the kernel's file
+            driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]+)", DRIVER.read_text())
+            found |= {"driver": driver[1]} if driver else {}
         found |= {"nccl": nccl} if (nccl := nccl_version()) else {}
     return found
 
 
 @cache
 def _of_packages() -> dict[str, str]:
-    """Read once in a process: each run of a tiny model would take a tenth of its time to parse them."""
+    """Name -> version of the packages that taut and its extras require. Read once in a process: parsing them takes a
+    tenth of the time of a run of a tiny model.
+    """
+    try:
+        required = [Requirement(line) for line in metadata.requires("taut") or []]
+    except metadata.PackageNotFoundError:  # taut is not installed
+        required = []
+    names = [p.name for p in required if p.name != "taut" and "dev" not in str(p.marker)]
     found = {}
-    for name in dict.fromkeys((*PACKAGES, *_required())):
+    for name in dict.fromkeys((*PACKAGES, *names)):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:  # an extra that is not installed
             continue
     return found
-
-
-def _required() -> list[str]:
-    """The packages that taut and its extras are made with; none where taut runs from its source."""
-    try:
-        lines = metadata.requires("taut") or []
-    except metadata.PackageNotFoundError:
-        return []
-    packages = [Requirement(line) for line in lines]
-    return [
-        package.name
-        for package in packages
-        if package.name != "taut" and "dev" not in str(package.marker)
-    ]
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's driver, as the kernel tells it."""
-    try:
-        found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]+)", DRIVER.read_text())
-    except OSError:  # another vendor's, or a container that does not show it
-        return None
-    return found[1] if found else None

@@ -1,9 +1,9 @@
-"""The log-probabilities of the reference in a file, computed once before training by the reference of the run.
+"""Log-probabilities of the reference in a file, computed once before training.
 
-    reference.file=ref.safetensors    float32 (float64 in a float64 run) [N of a split] for ``train`` and ``eval``;
-                                      in its header the identity of what they depend on, and their SHA-256
+    reference.file=ref.safetensors    tensors ``train`` and ``eval``, [N of the split]; float32, or as the run float64;
+                                      in the header their SHA-256 and the identity of what they depend on
 
-An existing file is used if its identity is this run's: model, adapter, tokenizer, template, data, pictures and compute
+An existing file is used if that identity is this run's: model, adapter, tokenizer, template, data, pictures and compute
 dtype, all by content. Otherwise it is refused, with the differences; it is never overwritten.
 """
 
@@ -24,22 +24,23 @@ from taut.config import Decision, to_dict, user_path
 from taut.data.dataset import Dataset
 from taut.errors import ConfigError, OutputError
 from taut.io import files
-from taut.methods.reference import STREAM, Recorded
+from taut.methods.reference import Recorded
+from taut.methods.settings import STREAM
 from taut.run.fingerprint import differences, identity_of
 from taut.run.setup import Built
 from taut.train.trainer import fill_streams, plan_trees
 
 HEADER = "taut"
-"""The entry with the identity and the digest, as JSON: the order of several entries is not fixed."""
+"""The one entry of the header, as JSON: the order of several entries would not be fixed."""
 PARTS = ("dtype", "model", "reference", "tokenizer", "template")
-"""The parts of a run's identity that the logprobs depend on."""
+"""Parts of a run's identity on which the logprobs depend."""
 ROWS_AT_A_TIME = 512
 
 
 def keep_reference(built: Built) -> None:
-    """Replace the reference by the logprobs of ``reference.file``, which are computed if there is no such file.
+    """Replace the reference by the logprobs in ``reference.file``, which is written first if it does not exist.
 
-    Raises ConfigError where the file is of another model, data or setting. Every rank calls it.
+    Raises ConfigError for a file of another model, data or setting. Every rank calls it.
     """
     file, trainer = built.run.models().reference_file, built.trainer
     if file is None:
@@ -47,14 +48,18 @@ def keep_reference(built: Built) -> None:
     path = user_path(file, "reference.file")
     inputs = built.inputs
     splits = {"train": inputs.train} | ({} if inputs.eval is None else {"eval": inputs.eval})
+
+    # samples are found by their ids: train and eval may not read one file in two ways
     parts = [part for data in splits.values() for part in data.parts]
     digests = {part.path: part.shards.digest for part in parts}
     for part in parts:
         if digests[part.path] != part.shards.digest:
             raise ConfigError(
-                f"reference.file is set, and data.train and data.eval both read {part.path}, in two ways; expected "
-                "each sample to be one thing; copy the file under another name, or take reference.file out"
+                f"reference.file is set, and data.train and data.eval read {part.path} in two ways; expected one; "
+                "copy the file under another name, or take reference.file out"
             )
+
+    # read or compute
     identity = _identity(built, splits)
     if trainer.ranks.gather(path.is_file())[0]:
         logps, reason = _read(path, identity), "it was there, of this model, data and setting"
@@ -63,6 +68,8 @@ def keep_reference(built: Built) -> None:
         if trainer.ranks.is_writer:
             _write(path, logps, identity)
     trainer.ranks.barrier()
+
+    # one tensor for each sample
     table: dict[str, Tensor] = {}
     for name, data in splits.items():
         sizes = [int(size) for size_S in data.sizes("targets") for size in size_S]
@@ -74,6 +81,8 @@ def keep_reference(built: Built) -> None:
             )
         for index, logp_N in enumerate(torch.split(logps[name], sizes)):
             table.setdefault(data.sample_id(index), logp_N)
+
+    # the reference gives these from now on, and frees its weights
     (role,) = built.models.roles
     assert isinstance(role, Recorded)
     role.record(table.__getitem__)
@@ -82,7 +91,7 @@ def keep_reference(built: Built) -> None:
 
 
 def _identity(built: Built, splits: Mapping[str, Dataset]) -> dict[str, Any]:
-    """The identity of the logprobs, by content: paths play no part."""
+    """The identity of the logprobs, by content and without paths."""
     of_run = identity_of(built.run, built.inputs, built.trainer.ranks)
     identity = {name: of_run.get(name) for name in PARTS}
     identity["adapter"] = next(iter(of_run["adapter"].values()), None)
@@ -99,7 +108,7 @@ def _identity(built: Built, splits: Mapping[str, Dataset]) -> dict[str, Any]:
 
 
 def _compute(built: Built, data: Dataset) -> Tensor:
-    """The logprobs of every target of a split, in the order of its samples, the same on every rank."""
+    """Compute the logprobs of every target of a split, in the order of its samples, for every rank."""
     trainer, rows = built.trainer, built.run.rows_of(data)
     trainer.scorer.eval()
     logps: dict[str, Tensor] = {}

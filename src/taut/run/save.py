@@ -1,8 +1,12 @@
-"""Saving the results of a run: ``model/`` and ``adapter/`` at its end, ``best/`` before, compared with the model in
-training; and ``critic/``. With save.merged=false there is no ``model/``, and ``best/`` is an adapter.
+"""Save the results of a run.
 
-A model is written to a partial directory with its contract, which is renamed when both are complete. If saving or a
-comparison fails at the end, the training state is saved. All ranks call these functions; one writes.
+    model/     the trained model, with its contract; not with save.merged=false
+    adapter/   with LoRA, beside it or alone
+    critic/    with a critic that has its own weights
+    best/      the best model so far, during training; with save.merged=false an adapter
+
+Each is written to a partial directory, compared with the model in training, and renamed when it is complete. Where
+saving or a comparison fails at the end, the training state is saved. All ranks call these functions; the writer writes.
 """
 
 from __future__ import annotations
@@ -16,12 +20,18 @@ from typing import Literal
 from safetensors import SafetensorError
 
 from taut.data.dataset import read_rows
-from taut.data.prompts import PromptSet
-from taut.data.schema import best_row
+from taut.data.rows.prompts import PromptSet
+from taut.data.rows.schema import best_row
 from taut.data.stream import StreamDataset
 from taut.errors import CheckFailed, OutputError, TautError
-from taut.evals.contract import Origin, Question, answer_best, choose_questions, seal, seal_best
-from taut.evals.reload import (
+from taut.evals.contract import (
+    Question,
+    SavedModelTest,
+    choose_questions,
+    complete_best_contract,
+    write_best_contract,
+)
+from taut.evals.round_trip import (
     Comparison,
     Trained,
     compare_adapted,
@@ -34,7 +44,8 @@ from taut.evals.reload import (
 from taut.io import files
 from taut.methods.aux_models import save_critic
 from taut.methods.method import RunConfig
-from taut.models.lora import Whole, is_adapted, save_adapter, write_base
+from taut.models.lora.adapters import is_adapted, write_base
+from taut.models.lora.merge import Whole, save_adapter
 from taut.models.save import copy_processor, make_readable, saving, serving_tokenizer
 from taut.models.scorer import Scorer
 from taut.run.setup import Built
@@ -44,7 +55,7 @@ from taut.train.run_dir import ADAPTER, CRITIC, MODEL
 
 
 def choose_goldens(built: Built) -> list[Question]:
-    """The golden prompts, on the writer only. Chosen before training, so that a missing row is reported early."""
+    """Choose the golden prompts, on the writer only; before training, so that a missing row is reported early."""
     run = built.run
     if not _has_goldens(run) or not built.trainer.ranks.is_writer:
         return []
@@ -66,12 +77,12 @@ def _has_goldens(run: RunConfig) -> bool:
 def save_model(
     built: Built, directory: Path, questions: Sequence[Question], checkpoints: Checkpoints
 ) -> Path:
-    """Save the trained model: merged in ``directory`` and, with adapters, ``adapter/`` next to it; with
-    save.merged=false ``directory`` is ``adapter/``, and the ``model/`` of fewer steps is removed. Each gets its final
-    name once it is compared.
+    """Save the trained model in ``directory``: ``model/``, with ``adapter/`` beside it where there is one; with
+    save.merged=false ``adapter/``, and a ``model/`` of fewer steps is removed.
 
-    If that fails, the training state is saved and the run fails, on all ranks.
+    Raises CheckFailed on all ranks, with the training state saved, where writing or comparing fails.
     """
+    # the critic
     ranks, inputs, critic = built.trainer.ranks, built.inputs, built.scorer.critic
     if critic is not None:  # before the model, whose directory marks a run as complete
         try:
@@ -79,22 +90,27 @@ def save_model(
         except OutputError as error:
             rescued = checkpoints.rescue(built.trainer.done, built.trainer.random)
             raise CheckFailed(f"{error}; {rescued}") from error
+
+    # the model and the adapter, by the writer, to which the other ranks send their shards
     data = inputs.train if inputs.eval is None else inputs.eval
     samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
     logps = score(built.scorer, samples)
+
+    def write(whole: Whole) -> None:
+        trained = Trained(built.scorer.model, whole, samples, logps, built.models.saved_dtype)
+        _write(built, directory, trained, questions)
+
     failure = ""
-    with distributed.whole_tensors(built.scorer.model, ranks) as whole:
-        if whole is not None:
-            trained = Trained(built.scorer.model, whole, samples, logps, built.models.saved_dtype)
-            try:
-                _write(built, directory, trained, questions)
-            except TautError as error:
-                failure = str(error)
-    failure = ranks.gather(failure)[0]
+    try:
+        distributed.run_with_whole_tensors(built.scorer.model, ranks, write)
+    except TautError as error:
+        # the text alone: the error holds the frames with the model that was compared
+        failure = str(error)
     if failure:
-        raise CheckFailed(
-            f"{failure}; {checkpoints.rescue(built.trainer.done, built.trainer.random)}"
-        )
+        rescued = checkpoints.rescue(built.trainer.done, built.trainer.random)
+        raise CheckFailed(f"{failure}; {rescued}")
+
+    # with save.merged=false, a model/ that an earlier end of this run has left
     older = directory.with_name(MODEL)
     if ranks.is_writer and not built.run.save.merged and older.is_dir():
         detail = f"{older} is of fewer steps than {directory}: removed (save.merged=false)"
@@ -104,7 +120,7 @@ def save_model(
 
 
 def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Question]) -> None:
-    """Write, compare and rename the merged model, the adapter, or both; the writer does this for all ranks."""
+    """Write, compare and rename the merged model, the adapter, or both. Called on the writer."""
     run, inputs, device = built.run, built.inputs, built.trainer.ranks.device
     emit = built.trainer.emit
 
@@ -114,6 +130,7 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
         emit("check", name=name, outcome=outcome, value=value, detail=detail)
 
     with ExitStack() as stack:
+        # write to partial directories
         if run.save.merged:
             model = stack.enter_context(_saving_model(built, result, trained.whole))
         adapted: Callable[[], Scorer] | None = None
@@ -122,7 +139,7 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
             written = stack.enter_context(_saving_adapter(built, adapter, trained.whole))
 
             def load() -> Scorer:
-                """On the base, a second one next to that in training."""
+                """Load the adapter on a second copy of the base."""
                 return load_adapted(
                     run.model,
                     written,
@@ -134,6 +151,8 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
                 )
 
             adapted = load
+
+        # compare; with a merged model also answer the golden prompts. What differs is raised, and nothing is renamed
         if not run.save.merged:
             assert adapted is not None, "save.merged=false is refused without adapters"
             comparison = compare_adapted(trained, adapted())
@@ -142,7 +161,7 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
             num_goldens = 0
             detail = "save.merged=false; `taut merge` writes the model and its contract"
         else:
-            origin = Origin(
+            test = SavedModelTest(
                 trained=trained,
                 questions=questions,
                 stops=inputs.stops,
@@ -152,7 +171,7 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
                 adapted=adapted,
             )
             began = time.perf_counter()
-            contract = seal(model, origin, emit_comparison)
+            contract = test.run(model, emit_comparison)
             seconds = time.perf_counter() - began
             num_goldens = len(contract.goldens)
             answered = f"golden prompts answered; {seconds:.1f} s with what is compared"
@@ -178,8 +197,8 @@ def _saving_model(
 
 @contextmanager
 def _saving_adapter(built: Built, directory: Path, whole: Whole | None) -> Iterator[Path]:
-    """Write the adapter and its tokenizer to a partial directory, which replaces ``directory`` when the block ends. If
-    the block raises, nothing is replaced.
+    """Write the adapter and its tokenizer to a partial directory, which replaces ``directory`` at the end of the block
+    unless the block raises.
     """
     inputs, model = built.inputs, built.scorer.model
     template = inputs.renderer.template.template
@@ -188,7 +207,7 @@ def _saving_adapter(built: Built, directory: Path, whole: Whole | None) -> Itera
     try:
         with files.replacing_directory(directory) as partial_directory:
             save_adapter(model, partial_directory, whole)
-            write_base(partial_directory, built.run.model, built.run.quantise)
+            write_base(partial_directory, built.run.model, built.run.quantize)
             copy_processor(model, partial_directory, has_template=template is not None)
             make_readable(partial_directory)
             served.save_pretrained(partial_directory)
@@ -200,15 +219,15 @@ def _saving_adapter(built: Built, directory: Path, whole: Whole | None) -> Itera
 
 
 def save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> None:
-    """Save the current model (merged, or its adapter alone: save.merged) in ``directory``. ``finish`` completes the
-    partial directory before it is renamed.
+    """Save the current model in ``directory``: merged, or with save.merged=false its adapter. ``finish`` is called with
+    the partial directory before it is renamed.
     """
     run, ranks = built.run, built.trainer.ranks
     with distributed.whole_tensors(built.scorer.model, ranks) as whole:
         if whole is not None and run.save.merged:
             with _saving_model(built, directory, whole) as partial_directory:
                 stops, trusts = built.inputs.stops, run.trust_remote_code
-                seal_best(partial_directory, stops, run.contract, trusts)
+                write_best_contract(partial_directory, stops, run.contract, trusts)
                 finish(partial_directory)
         elif whole is not None:
             with _saving_adapter(built, directory, whole) as partial_directory:
@@ -216,12 +235,12 @@ def save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> 
 
 
 def answer_for_best(built: Built, best: Path, questions: Sequence[Question]) -> None:
-    """Add the best model's answers to the golden prompts to its contract, once training has ended."""
+    """Add the best model's answers to golden prompts to its contract, after training."""
     run, trainer = built.run, built.trainer
     if trainer.ranks.is_writer and best.is_dir() and _has_goldens(run):
         use = room_for(built.scorer.model, trainer.ranks.device), run.trust_remote_code
         try:
-            answer_best(best, questions, built.inputs.stops, run.contract, use)
+            complete_best_contract(best, questions, built.inputs.stops, run.contract, use)
         except (TautError, OSError) as error:  # the model itself is saved
             trainer.emit("warning", name="best", detail=f"{best} has no golden answers: {error}")
     trainer.ranks.barrier()

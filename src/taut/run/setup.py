@@ -1,8 +1,12 @@
-"""A run that is ready to train, made of its configuration and inputs by ``build``: the models, then the trainer.
+"""Build the models and the trainer of a run from its configuration and inputs.
 
-``build_trainer`` and the steps that make the models (``load``, ``adapt``, ``join_models``) can be called separately, so
-that ``checks`` can report which of them fails. Nothing is written. What is chosen for the user is a ``Decision`` with
-its reason.
+    load            the model, with the attention, dtype and storage of the run
+    adapt           added tokens, adapters, frozen parts
+    join_models     teacher, critic and other models; shards
+    build_trainer   optimizer, budget, monitors
+
+``build`` calls them in this order; ``checks`` calls them one by one, to report which fails. Nothing is written. Each
+choice that is made for the user is a ``Decision`` with its reason.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +27,20 @@ from taut.data.packing import PackPolicy
 from taut.errors import ConfigError, ModelError
 from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
-from taut.models import architecture, products
-from taut.models.attention_backends import Chosen, select
+from taut.models import architecture
+from taut.models.attention_backends import Chosen, activate_flash_attention, select
 from taut.models.compiled_layers import compile_layers, require_compiler
-from taut.models.flash_attention import activate
-from taut.models.frozen import Storage, described, storage_of
+from taut.models.cpu import cpu_matmul
+from taut.models.experts import recorder_of
 from taut.models.heads import OwnCritic
 from taut.models.load import checkpoint_dtype, freeze, load_model
-from taut.models.lora import (
+from taut.models.lora.adapters import (
+    adapter_settings,
     apply_lora,
     base_decisions,
     choose_rows,
     describe_targets,
-    settings_to_continue,
+    require_frozen_base,
 )
 from taut.models.noise import install_noise, remove_dropout
 from taut.models.precision import (
@@ -44,10 +50,10 @@ from taut.models.precision import (
     resolve_dtype,
     use_arithmetic,
 )
-from taut.models.quantised import require_trainable
+from taut.models.quantized.frozen_storage import Storage, described, storage_of
+from taut.models.quantized.quantized_layers import require_trainable
 from taut.models.recompute import recompute_activations, require_possible
 from taut.models.reward_model import load_reward_model
-from taut.models.routers import recorder_of
 from taut.models.save import find_processor
 from taut.models.scorer import Scorer
 from taut.models.self_test import library_logps, one_sample_reasons
@@ -60,7 +66,7 @@ from taut.train.optim import Rate, build_optimizer, learning_rate
 from taut.train.recorder import Recorder
 from taut.train.signals import Interrupts
 from taut.train.trainer import Prefetch, Trainer, emit_nowhere
-from taut.train.utilisation import Meter
+from taut.train.utilization import Meter
 
 ALONE_TOKENS = 1024
 """Tokens of the first step that are also run one sample at a time."""
@@ -95,7 +101,7 @@ def build(
     emit: Callable[..., None] = emit_nowhere,
     interrupts: Interrupts | None = None,
 ) -> Built:
-    """The models and the trainer of a run; every setting is applied or refused when this returns."""
+    """Build the models and the trainer of a run; every setting is applied or refused when this returns."""
     loaded = load(run, inputs, ranks)
     adapted = adapt(run, inputs, loaded.model)
     model, _ = adapted
@@ -108,27 +114,29 @@ def build(
 # -- models
 
 
-def use_products(
+def use_cpu_matmul(
     run: RunConfig, ranks: Ranks, stored: str | None = None, whose: str = "the checkpoint"
 ) -> None:
-    """Choose the libraries of float32 products for this process; every rank calls it and takes the first one's choice.
-    ``stored``: the choice of ``whose``, whose numbers this run is to have: the checkpoint that is resumed, or the run
-    whose rollouts are replayed.
+    """Choose the libraries of float32 matrix products for this process. Every rank calls it and takes the writer's
+    choice.
+
+    ``stored``: an earlier choice that this run has to repeat to reproduce its numbers. ``whose``: the checkpoint or the
+    recorded run that made it.
     """
     dtype = resolve_dtype(run.dtype, ranks.device).dtype
-    # What is asked for by name is refused by every rank that lacks it; only the first one measures.
-    chooses = ranks.is_writer or run.products != "auto"
+    # the writer measures; a library that is named is refused by every rank that lacks it
+    chooses = ranks.is_writer or run.cpu_matmul != "auto"
     first = None
     if chooses:
         engine = run.engine_dtype(dtype)
-        first = products.select(run.products, ranks.device, dtype, stored, whose, engine=engine)
+        first = cpu_matmul.select(run.cpu_matmul, ranks.device, dtype, stored, whose, engine=engine)
     chosen = ranks.gather(first)[0]
     assert chosen is not None
-    products.use(chosen)
+    cpu_matmul.use(chosen)
 
 
 def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
-    """The model, with the attention and dtype of the run."""
+    """Load the model with the attention, dtype and storage of the run."""
     dtype, chosen, decisions = choose(run, inputs, ranks.device)
     head = run.new_head()
     storage = storage_for(run, inputs.config, dtype.dtype, ranks.device, inputs.new_ids)
@@ -156,40 +164,45 @@ def storage_for(
     device: torch.device,
     new_ids: Sequence[int] = (),
 ) -> Storage | None:
-    """How the frozen weights of a run are stored; None: in the dtype of what trains. Raises where the run asks for a
-    quantised base that it cannot have.
+    """How the frozen weights of a run are stored; None: in the dtype of the trained weights. Raises ConfigError for a
+    quantized base that the run cannot have.
     """
-    comes_quantised = require_trainable(run.model, config, run.quantise, adapts=run.lora.is_on)
-    is_quantised = comes_quantised or run.quantise is not None
-    if compute == torch.float64 and is_quantised:
-        raise ConfigError(
-            "dtype=float64 with a quantised base: its numbers have few digits; expected dtype=float32 or bfloat16; set "
-            "dtype, or take quantise out"
+    comes_quantized = require_trainable(run.model, config, run.quantize, adapts=run.lora.is_on)
+    is_quantized = comes_quantized or run.quantize is not None
+    continued = {}  # the settings of an adapter to continue
+    if run.lora.adapter is not None:
+        continued = adapter_settings(Path(run.lora.adapter), "lora.adapter")
+    is_dora = bool(continued.get("use_dora", run.lora.dora))
+    # what cannot be with weights that are stored so
+    problem = ""
+    if compute == torch.float64 and is_quantized:
+        problem = (
+            "dtype=float64 with a quantized base: its numbers have few digits; expected dtype=float32 or bfloat16; set "
+            "dtype, or take quantize out"
         )
-    if is_quantised and run.parallel.cpu_offload:
-        raise ConfigError(
-            "parallel.cpu_offload=true with a quantised base, whose rows of codes stay on the device; expected one of "
+    elif is_quantized and run.parallel.cpu_offload:
+        problem = (
+            "parallel.cpu_offload=true with a quantized base, whose rows of codes stay on the device; expected one of "
             "the two; take one out"
         )
-    continued = settings_to_continue(run.lora)
-    if is_quantised and run.lora.starts_at_weights:
-        raise ConfigError(
-            f"lora.init={run.lora.init} with a base that comes quantised, whose weights are codes; expected a base in "
+    elif is_quantized and run.lora.starts_at_weights:
+        problem = (
+            f"lora.init={run.lora.init} with a base that comes quantized, whose weights are codes; expected a base in "
             "floating point; take lora.init out"
         )
-    is_dora = bool(continued.get("use_dora", run.lora.dora))
-    if is_dora and (is_quantised or run.frozen_dtype == "checkpoint"):
+    elif is_dora and (is_quantized or run.frozen_dtype == "checkpoint"):
         found = "lora.adapter is a DoRA adapter" if continued else "lora.dora=true"
-        stored = "the base is quantised" if is_quantised else "frozen_dtype=checkpoint"
-        raise ConfigError(
-            f"{found}, and {stored}: DoRA reads the weights themselves; expected one of the two; take one out"
-        )
-    if is_dora or compute == torch.float64 or not (run.stores_frozen or comes_quantised):
+        stored = "the base is quantized" if is_quantized else "frozen_dtype=checkpoint"
+        problem = f"{found}, and {stored}: DoRA reads the weights themselves; expected one of the two; take one out"
+    if problem:
+        raise ConfigError(problem)
+    # the checkpoint's dtype, or quantized
+    if is_dora or compute == torch.float64 or not (run.stores_frozen or comes_quantized):
         return None
     storage = storage_of(checkpoint_dtype(config), compute, device, run.frozen_dtype)
-    if run.quantise is not None:
+    if run.quantize is not None:
         saved = continued.get("modules_to_save") or run.lora.modules_to_save
-        storage = replace(storage, quantise=run.quantise, whole=tuple(saved), host_share=None)
+        storage = replace(storage, quantize=run.quantize, whole=tuple(saved), host_share=None)
     # Rows that are added to a table start as the mean of its rows, in the dtype of the table.
     return replace(storage, tables=torch.float32) if new_ids else storage
 
@@ -197,8 +210,8 @@ def storage_for(
 def choose(
     run: RunConfig, inputs: Inputs, device: torch.device
 ) -> tuple[ChosenDtype, Chosen, list[Decision]]:
-    """The compute dtype and the attention backend, and all reasons. Sets PyTorch's switches; products are chosen
-    before (``use_products``).
+    """Choose the compute dtype and the attention backend, and set PyTorch's switches; with all reasons.
+    ``use_cpu_matmul`` is called before.
     """
     dtype = resolve_dtype(run.dtype, device)
     chosen = select(run.attention, device, dtype.dtype, inputs.config)
@@ -210,9 +223,9 @@ def choose(
     decisions = [
         Decision("dtype", name, dtype.reason),
         Decision("attention", chosen.name, chosen.reason),
-        *activate(chosen.name, device, inputs.config),
+        *activate_flash_attention(chosen.name, device, inputs.config),
         *switches,
-        *products.active().decisions,
+        *cpu_matmul.active().decisions,
     ]
     return dtype, chosen, decisions
 
@@ -220,26 +233,33 @@ def choose(
 def adapt(
     run: RunConfig, inputs: Inputs, model: PreTrainedModel
 ) -> tuple[nn.Module, list[Decision]]:
-    """The model with its added tokens and adapters, frozen parts excluded from training, and the decisions."""
+    """The model with its added tokens, adapters and frozen parts, and the decisions."""
+    # added tokens
     add_tokens(model, inputs.new_ids)
     if not run.lora.is_on and not run.freeze and not architecture.has_parts(model):
         return model, []
+
+    # adapters, and the rows of tokens that train beside them
     needed = rows_to_train(run, inputs, model)
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
     rows = choose_rows(model, run.lora, needed, ends)
-    decisions = base_decisions(run.lora, run.model, run.quantise)
+    decisions = base_decisions(run.lora, run.model, run.quantize)
     if rows:
         ids = next(iter(rows.values()))
         why = "; ".join(needed.get(index, f"{inputs.token(index)}: ends a turn") for index in ids)
         names = " and ".join(rows)
         decisions.append(Decision("lora.train_token_rows", f"{len(ids)} of {names}", why))
     adapted = apply_lora(model, run.lora, run.seed, rows)
+    if run.lora.adapter is not None:
+        require_frozen_base(adapted, run.lora.adapter)
     if run.lora.is_on and architecture.has_parts(model):
         decisions.append(Decision("lora.targets", *describe_targets(adapted, run.lora)))
     dropout = 0.0 if run.allows_noise else remove_dropout(adapted)
     if dropout:
         reason = f"the adapter has {dropout:g}; what is compared must not be noisy"
         decisions.append(Decision("lora.dropout", "0", reason))
+
+    # frozen parts: those that the run names, and those that no output depends on
     if run.freeze:
         names_frozen = freeze(adapted, run.freeze)
         rest = f" and {len(names_frozen) - 1:,} more" if len(names_frozen) > 1 else ""
@@ -253,7 +273,7 @@ def adapt(
 
 
 def rows_to_train(run: RunConfig, inputs: Inputs, model: nn.Module) -> dict[int, str]:
-    """Rows of the embedding and the head that have to train, and why; empty where the whole model trains."""
+    """Token id -> why its rows of the embedding and the head must train; empty where the whole model trains."""
     if not run.lora.is_on and not run.freeze:
         return {}
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
@@ -270,14 +290,16 @@ def join_models(
     *,
     compared: Plan | None = None,
 ) -> Models:
-    """A loaded and adapted policy and the auxiliary models, sharded. ``compared``: a plan whose first step is compared
-    with the library's own logprobs; None: no comparison.
+    """Join the policy with the auxiliary models, and shard them. ``compared``: a plan of whose first step some samples
+    are scored by the library alone, for the monitor ``FirstStep``.
     """
     model, reasons = adapted
     decisions = [*loaded.decisions, *reasons]
     dtype, one_sample = loaded.dtype.dtype, loaded.one_sample
+
+    # the policy: noise, shared prefixes, recomputation, compiled layers
     noise = install_noise(model, run.noise, run.seed)
-    # A run that generates is compared with its engine instead.
+    # a run that generates is compared with its engine instead
     is_compared = noise is None and not run.has_scalar_head and not run.generates
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
@@ -289,6 +311,8 @@ def join_models(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and "
             f"{run.command()} compares samples; expected a model that packs"
         )
+
+    # the models beside it in the forward
     others = run.models()
     teacher, reasons = others.load_teacher(run, inputs, loaded, model, ranks)
     decisions.extend(reasons)
@@ -296,12 +320,15 @@ def join_models(
     decisions.extend(reasons)
     scorer = Scorer(model, teacher, critic, recorder_of(model, run.router))
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
-    # A vision tower is sharded with the root: how often its blocks run depends on a rank's images, and each run of a
-    # shard is a collective.
+
+    # shards: layers are sharded already; a vision tower goes with the root, since how often its blocks run depends on
+    # a rank's images, and each run of a shard is a collective
     if isinstance(critic, OwnCritic):
         distributed.shard(critic, ranks, dtype)
     distributed.shard(scorer, ranks, dtype)
     compute = partial(compute_context, dtype, ranks.device, by_weights=ranks.is_sharded)
+
+    # the library's logprobs of samples of the first step, each alone, before anything is trained
     logps: dict[str, Tensor] = {}
     if compared is not None and compared.cursor == START and is_compared:
         samples = {s.id: s for tree in compared.source.prepare(1) for s in tree.samples}
@@ -311,6 +338,8 @@ def join_models(
                 alone = partial(library_logps, sample=samples[name], device=ranks.device)
                 logps[name] = scorer.inside(alone)
         distributed.reshard(scorer)  # the optimizer takes the shards
+
+    # the models that are run by themselves
     roles, reasons = others.build_roles(run, inputs, loaded, scorer, ranks)
     decisions.extend(reasons)
     teachers, reasons = others.load_completion_teachers(run, inputs, loaded, ranks)
@@ -335,7 +364,9 @@ def join_models(
 def build_policy(
     run: RunConfig, one_sample: str | None, *, has_noise: bool
 ) -> tuple[PackPolicy, list[Decision]]:
-    """How samples share prefixes, and why not if batch.share_prefixes is set. ``one_sample``: why nothing is packed."""
+    """How samples share prefixes; with the reason if batch.share_prefixes is overruled. ``one_sample``: why each
+    micro-batch is one sample, if it is.
+    """
     decisions = [Decision("packing", "one sample at a time", one_sample)] if one_sample else []
     obstacle = (
         "noise belongs to one sample, a shared prefix to several" if has_noise else one_sample
@@ -370,18 +401,19 @@ def build_trainer(
     emit: Callable[..., None] = emit_nowhere,
     interrupts: Interrupts | None = None,
 ) -> Trainer:
-    """The complete trainer of a run: nothing is assigned to it from outside after this, and only the loop advances it.
-    ``emit`` writes events, once the output directory is claimed.
-    """
+    """Build the trainer of a run, which only the loop changes from then on. ``emit`` is called once the log is open."""
     scorer, loaded, image_store = models.scorer, models.loaded, inputs.renderer.image_store
     source, num_steps, _ = plan
     optim = run.resolved_optim
+
+    # learning rates of parts of the model
     keys = architecture.assign_patterns(
         scorer.model, optim.group_learning_rates, "optim.group_learning_rates"
     )
     rates = {
         f"model.{name}": Rate(key, optim.group_learning_rates[key]) for name, key in keys.items()
     }
+
     engine = engine_of(inputs, models, ranks)
     recorder = Recorder(run.log, run.seed, ranks, emit)
     trainer = Trainer(
@@ -419,7 +451,7 @@ def build_trainer(
         else [Prefetch(image_store.expect)],
         emit=emit,
         recorder=recorder,
-        meter=Meter(run.log.utilisation_seconds, ranks.device),
+        meter=Meter(run.log.utilization_seconds, ranks.device),
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
     return trainer

@@ -1,30 +1,35 @@
-"""The runs in directories, and the state of each.
+"""Find the runs in directories, and the state of each.
 
-    running       a live process holds the run's lock; the reason names it
-    finished      the run is complete
-    interrupted   a signal ended it, its state is saved
-    stopped       an error ended it; the reason is shown
-    died          it has neither an end nor a process: it was killed
-    damaged       its resolved.json or events.jsonl cannot be read; the reason is shown
+    running            a live process holds the run's lock; the reason names it
+    finished           complete
+    learned_nothing    complete, but no step had a gradient or no rewards differed; the reason says why
+    interrupted        ended by a signal, with its state saved
+    stopped            ended by an error, which is the reason
+    died               neither an end nor a process: killed
+    damaged            resolved.json or events.jsonl cannot be read; the reason says why
 
-Checkpoints are listed by name; a resume verifies their content. Only the last events are read. Nothing is written.
+Only the last events are read. Checkpoints are listed by name; a resume verifies their content. Nothing is written.
 
 No torch here.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from taut.errors import TautError
 from taut.train.log.events import Event, newest_first
 from taut.train.run_dir import (
+    BEST,
+    BEST_FILE,
     CHECKPOINTS,
     EVENTS,
+    FINISHED,
     MARK,
     MODEL,
     complete,
@@ -34,11 +39,13 @@ from taut.train.run_dir import (
 )
 
 DEPTH = 3
-"""Levels below a directory that are searched for runs."""
+"""Levels of directories that are searched for runs."""
 AFTER_END = ("checkpoint", "warning")
-"""Events that may follow the end: of a checkpoint that was being written."""
+"""Events that may follow the end, of a checkpoint that was being written."""
 
-State = Literal["running", "finished", "interrupted", "stopped", "died", "damaged"]
+State = Literal[
+    "running", "finished", "learned_nothing", "interrupted", "stopped", "died", "damaged"
+]
 ENDED: tuple[State, ...] = ("interrupted", "stopped", "died")
 """States from which a run can resume."""
 
@@ -50,24 +57,30 @@ class RunState:
     out: Path
     state: State
     method: str | None
-    """The name of the method; None where it cannot be read."""
+    """Name of the method; None where it cannot be read."""
     step: int
     """The last valid step."""
     num_steps: int | None
     loss: float | None
-    """Loss of that step. A policy gradient's says nothing of how well it goes: look at ``reward``."""
+    """Loss of that step; with a policy gradient ``reward`` shows progress, the loss does not."""
     reward: float | None
-    """Mean reward of the newest rollout; None: the run has none, or its rollouts have no rewards."""
+    """Mean reward of the newest rollout; None without rollouts or rewards."""
+    held_out: float | None
+    """Newest held-out loss; None if none was measured in the last events."""
+    best: dict[str, Any] | None
+    """The best measurement, of the model in ``best/``: metric, value, step; None without ``eval.best``."""
     checkpoint: Path | None
     """The newest complete checkpoint."""
     written: float
     """Time of the last event, in seconds since 1970."""
     reason: str | None
-    """Why it ended, which process runs it, or the damage."""
+    """Why the run ended, which process runs it, or what is damaged."""
+    settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Dotted key -> the value in force: the configuration, with what taut chose where it leaves a key open."""
 
     @property
     def resumes_after(self) -> int | None:
-        """The step after which ``taut resume`` continues; None where it cannot."""
+        """The step after which ``taut resume`` continues; None if it cannot."""
         if self.state not in ENDED:
             return None
         return 0 if self.checkpoint is None else step_of(self.checkpoint)
@@ -83,13 +96,15 @@ def states_in(places: Sequence[Path]) -> list[RunState]:
 
 
 def state_of(out: Path) -> RunState:
-    """The state of the run in ``out``."""
+    """Find the state of the run in ``out``."""
+    # its lock, its configuration and its last events; a damaged file is reported as the state
     holder = owner(out)
     resolved, damage = {}, []
     newest: Event | None = None
     end: Event | None = None
     step: Event = {}
     rollout: Event = {}
+    held_out: float | None = None
     try:
         resolved = read_resolved(out)
     except TautError as error:
@@ -97,9 +112,11 @@ def state_of(out: Path) -> RunState:
     try:
         config = resolved.get("config")
         generates = isinstance(config, dict) and "rollout" in config
-        newest, end, step, rollout = _last_events(out / EVENTS, generates)
+        newest, end, step, rollout, held_out = _last_events(out / EVENTS, generates)
     except TautError as error:
         damage.append(str(error))
+
+    # a live process outweighs damage, and damage the last event
     state, reason = _state_at_end(end, out)
     if damage:
         state, reason = "damaged", "; ".join(damage)
@@ -121,14 +138,17 @@ def state_of(out: Path) -> RunState:
         num_steps=num_steps if isinstance(num_steps, int) else None,
         loss=_number(step.get("loss")),
         reward=_number(rollout.get("reward")),
+        held_out=held_out,
+        best=_best(out),
         checkpoint=checkpoints[-1] if checkpoints else None,
         written=written,
         reason=reason,
+        settings=_settings(resolved),
     )
 
 
 def find(place: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """The runs in a directory, which may be a run itself. Runs are not searched."""
+    """Find the runs in a directory, which may be a run itself; runs within runs are not searched for."""
     try:
         if (place / MARK).is_file():
             yield place
@@ -144,36 +164,71 @@ def find(place: Path, depth: int = DEPTH) -> Iterator[Path]:
         yield from find(path, depth - 1)
 
 
-def _last_events(path: Path, generates: bool) -> tuple[Event | None, Event | None, Event, Event]:
-    """The newest event, the event that ended the run if no other followed, the newest step, and of a run that generates
-    the newest rollout ({}: none).
+def _last_events(
+    path: Path, generates: bool
+) -> tuple[Event | None, Event | None, Event, Event, float | None]:
+    """Read from the end of the log: the newest event; the end, if no step followed; the newest step; in a run that
+    generates the newest rollout ({} where there is none); and the newest held-out loss among these.
     """
     newest, end, is_after_end = None, None, True
     step: Event = {}
     rollout: Event = {}
+    held_out: float | None = None
     for event in newest_first(path) if path.is_file() else ():
         newest = newest or event
         if is_after_end and event["kind"] not in AFTER_END:
             is_after_end = False
             end = event if event["kind"] == "end" else None
+        if event["kind"] == "eval" and held_out is None:
+            held_out = _number(event.get("loss"))
         if event["kind"] == "step":
             step = step or event
         if event["kind"] == "rollout":
             rollout = rollout or event
         if step and (rollout or not generates):
             break
-    return newest, end, step, rollout
+    return newest, end, step, rollout, held_out
+
+
+def _best(out: Path) -> dict[str, Any] | None:
+    """What ``best.json`` says of the best model."""
+    try:
+        note = json.loads((out / BEST / BEST_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there is none, or it is being replaced
+        return None
+    is_note = isinstance(note, dict) and isinstance(note.get("value"), int | float)
+    return {key: note.get(key) for key in ("metric", "value", "step")} if is_note else None
+
+
+def _settings(resolved: dict[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of a configuration; of a key that is open, what was decided."""
+    settings: dict[str, Any] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, one in value.items():
+                add(f"{prefix}.{key}" if prefix else key, one)
+        else:
+            settings[prefix] = value
+
+    add("", resolved.get("config") or {})
+    for decision in resolved.get("decisions") or ():
+        name = decision.get("name") if isinstance(decision, dict) else None
+        if isinstance(name, str) and name in settings and settings[name] is None:
+            settings[name] = decision.get("value")
+    return settings
 
 
 def _state_at_end(end: Event | None, out: Path) -> tuple[State, str | None]:
-    """The state of a run without a process, and why it ended."""
+    """The state of a run without a process, and the reason."""
     if end is None:
         return "died", None
     outcome, reason = end.get("outcome"), end.get("reason")
-    if outcome == "finished":
+    if outcome in FINISHED:
         result = Path(end.get("model") or MODEL).name  # or the adapter
-        is_there = (out / result).is_dir()
-        return ("finished", None) if is_there else ("stopped", f"finished, but {result}/ is gone")
+        if not (out / result).is_dir():
+            return "stopped", f"finished, but {result}/ is gone"
+        return outcome, end.get("learned_nothing")
     if outcome in ("interrupted", "stopped"):
         state: State = "interrupted" if outcome == "interrupted" else "stopped"
         return state, str(reason)

@@ -6,8 +6,7 @@
 Saving copies the tensors into buffers allocated at the start and hands these to a thread, so training waits for the
 copy only. The thread writes to a partial directory, forces every file to the disk, records its SHA-256 in
 ``meta.json``, renames the directory, and names it in ``latest``. One checkpoint is written at a time. A failure is
-raised after the next step; with several ranks, which have to raise it together, at the next save; at the latest at the
-end.
+raised after the next step; with several ranks, which must raise it together, at the next save or at the end.
 
 ``meta.json`` also holds the step, the data cursor, every random generator's state, the identity of the run
 (taut/run/fingerprint.py) and the state of each part in ``memories``, with its own digest.
@@ -30,61 +29,41 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from taut.config import configclass, first_problem
+from taut.config import first_problem
 from taut.errors import OutputError
 from taut.io import files
 from taut.train import random_state, sharded
 from taut.train.distributed import Ranks
 from taut.train.oom import require_room
 from taut.train.run_dir import EVENTS, LATEST, MARK, META, complete, step_of
+from taut.train.settings import CheckpointConfig
 
 ROOMIER = "set checkpoint.background=false, which needs no second copy of what is saved"
-"""The remedy where memory runs out."""
+"""Remedy in an out-of-memory error."""
 SPARE = 64 * 2**20
-"""Bytes that must stay free next to a checkpoint."""
-
-
-@configclass
-class CheckpointConfig:
-    """When training state is saved. An interrupted run saves it in any case."""
-
-    every: Annotated[int, Field(ge=0)] = 500
-    """Steps between checkpoints; one more follows the last step. 0 disables both."""
-    keep: Annotated[int, Field(ge=1)] = 2
-    """Number of newest checkpoints to keep."""
-    keep_best: bool = False
-    """Also save and keep a checkpoint of the best model so far by eval.best."""
-    background: bool = True
-    """Write checkpoints in the background while training continues. Needs CPU memory for a second copy of the state."""
-    skip_damaged: bool = False
-    """On resume, skip damaged checkpoints and continue from the newest intact one."""
-
-    def max_count(self, num_steps: int) -> int:
-        """The largest number of checkpoints at a time, including the one being written."""
-        count = self.keep + self.keep_best + 1
-        return min(count, -(-num_steps // self.every)) if self.every else count
+"""Bytes of the disk that must stay free."""
 
 
 META_LIMIT = 2**29
-"""Largest meta.json that is read, in bytes: it holds the unused rollouts."""
+"""Largest meta.json that is read, in bytes; unused rollouts make it large."""
 
 
 class Memory(Protocol):
-    """A part with state that survives a resume, the same on all ranks."""
+    """A part of a run with state that checkpoints keep, the same on all ranks."""
 
     @property
     def remembered(self) -> Any:
-        """The type that ``remember`` returns. A checkpoint is validated against it before ``recall``."""
+        """Type of what ``remember`` returns; a checkpoint is validated against it before ``recall``."""
 
     def remember(self) -> Any:
-        """Its state, as JSON-able values."""
+        """The state as values for JSON."""
 
     def recall(self, remembered: Any) -> None:
         """Restore the state."""
 
 
 class Identity(pydantic.BaseModel):
-    """The fields of a run's identity (taut/run/fingerprint.py) that are read back."""
+    """Fields of a run's identity (taut/run/fingerprint.py) that are read back."""
 
     model_config = pydantic.ConfigDict(extra="allow")
     config: dict[str, Any]
@@ -98,7 +77,7 @@ class Meta(pydantic.BaseModel):
     step: Annotated[int, Field(ge=0, lt=2**63)]
     is_measured: bool
     random: Annotated[list[random_state.Saved], Field(min_length=1)]
-    """Generator states of each rank that saved."""
+    """State of the random generators of each rank that saved."""
     memories: dict[str, Any]
     cursor: tuple[Annotated[int, Field(ge=0, lt=2**63)], Annotated[int, Field(ge=0, lt=2**63)]]
     loss: float
@@ -119,7 +98,7 @@ class Saved(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The thread's result."""
+    """Result of the thread."""
 
     step: int
     path: Path
@@ -140,13 +119,13 @@ class Checkpoints:
     ranks: Ranks
     emit: Callable[..., None]
     notes: Callable[[int], Mapping[str, Any]]
-    """The method's part of meta.json after a step: cursor and identity."""
+    """The run's part of meta.json after a step: cursor, loss and identity."""
     memories: Mapping[str, Memory] = field(default_factory=dict)
     best_step: Callable[[], int | None] = lambda: None
     sync_records: Callable[[], None] = lambda: None
-    """Called before a checkpoint is written: forces to the disk what goes on from it."""
+    """Called before a checkpoint is written: forces recorded tables to the disk."""
     is_sound: Callable[[], bool] = lambda: True
-    """Whether the state is worth keeping. If not, no checkpoint is saved before the end."""
+    """Whether the state looks sound; if not, no checkpoint is due before the last step."""
     saved_step: int | None = None
     """The step of the newest checkpoint, complete or being written."""
     _side: Ranks = field(init=False)
@@ -163,7 +142,7 @@ class Checkpoints:
     def prepare(self) -> None:
         """Before training: remove leftovers of a killed run, check the free disk space, allocate the buffers.
 
-        Raises OutputError where the disk cannot hold the kept checkpoints and the one being written.
+        Raises OutputError where the disk cannot hold as many checkpoints as there will be at a time.
         """
         every, keep_best = self.config.every, self.config.keep_best
         if self.ranks.is_writer and self.folder.is_dir():
@@ -208,14 +187,17 @@ class Checkpoints:
     ) -> Path:
         """Save the state after ``step`` unless it is saved already.
 
-        ``wait``: until it is complete. ``is_measured``: whether the evaluations after the step are done.
-        ``random``: the generators' state after the step, if they have moved since.
+        ``wait``: until the checkpoint is complete. ``is_measured``: whether the evaluations after the step are done.
+        ``random``: the generators' state after the step, if they have been used since.
         """
+        # one checkpoint at a time
         began = time.perf_counter()
         self.settle()
         final = self.folder / f"step-{step:06d}"
         if self.saved_step == step:
             return final
+
+        # copy the tensors into the buffers; without buffers the thread reads them where they are, and training waits
         self.ranks.doing(f"saving {final.name}")
         self.sync_records()
         state = sharded.training_state(self.scorer, self.optimizer)
@@ -225,6 +207,8 @@ class Checkpoints:
             self._room = ready
             sharded.stage(state, room)
             state = room
+
+        # everything else that a resume needs
         meta = {
             "step": step,
             "is_measured": is_measured,
@@ -232,6 +216,8 @@ class Checkpoints:
             "memories": {name: memory.remember() for name, memory in self.memories.items()},
             **self.notes(step),
         }
+
+        # write in the thread
         self._pending = self._thread.submit(self._write, step, state, meta)
         self.saved_step = step
         is_waited_for = wait or self._room is None
@@ -243,7 +229,7 @@ class Checkpoints:
         return final
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is being written, and emit its event. Raises OutputError where it failed."""
+        """Wait for the checkpoint that is being written, and emit its event. Raises OutputError if writing failed."""
         if self._pending is None:
             return
         try:
@@ -268,21 +254,21 @@ class Checkpoints:
             self.emit("warning", name="checkpoint", step=written.step, detail=detail)
 
     def settle_or_warn(self) -> None:
-        """``settle`` where another error is ending the run: a failure is a warning only."""
+        """``settle`` while another error ends the run: a failure becomes a warning."""
         try:
             self.settle()
         except OutputError as error:
             self.emit("warning", name="checkpoint", detail=str(error))
 
     def rescue(self, step: int, random: random_state.State) -> str:
-        """Save the state of a failing run. Returns where it is, or why it is not saved, for the error message."""
+        """Save the state of a failing run. Returns for the error message where it is, or why it is not saved."""
         try:
             return f"training state: {self.save(step, wait=True, random=random)}"
         except OutputError as error:
             return f"its training state was not saved: {error}"
 
     def close(self) -> None:
-        """Finish the checkpoint that is being written, and end the thread."""
+        """Wait for the checkpoint that is being written, and end the thread."""
         try:
             self.settle_or_warn()
         finally:
@@ -290,6 +276,7 @@ class Checkpoints:
 
     def resume(self, saved: Saved) -> None:
         """Restore the state of ``saved``: tensors, memories, generators."""
+        # validate the memories before anything is changed
         remembered = {}
         for name, value in saved.meta.memories.items():
             if name not in self.memories:
@@ -300,6 +287,8 @@ class Checkpoints:
             except pydantic.ValidationError as error:
                 trouble = f"{saved.path / META}: memories.{name}: {first_problem(error)}"
                 raise _unusable(saved, trouble) from error
+
+        # tensors, memories, generators
         state = sharded.training_state(self.scorer, self.optimizer)
         try:
             sharded.read(state, saved.path, self.ranks)
@@ -314,7 +303,9 @@ class Checkpoints:
             self._remove_old()  # a killed run may not have done so
 
     def _write(self, step: int, state: sharded.State, meta: dict[str, Any]) -> Written:
-        """Write one checkpoint. Runs in the thread, on all ranks."""
+        """Write one checkpoint. Runs in the thread, on all ranks: each writes its shards and digests its share of the
+        files; then the writer completes the directory.
+        """
         began, side = time.perf_counter(), self._side
         final = self.folder / f"step-{step:06d}"
         partial = self.folder / f".{final.name}.partial"
@@ -325,15 +316,17 @@ class Checkpoints:
             return {name: files.digest(partial / name) for name in names[side.rank :: side.size]}
 
         try:
-            _together(side, lambda: self._make_place(partial, sharded.num_bytes(state)))
+            side.run_everywhere(
+                lambda: self._make_place(partial, sharded.num_bytes(state)), OSError
+            )
             sharded.write(state, partial, side)
-            parts: list[dict[str, str]] = _together(side, digests)
+            parts = side.run_everywhere(digests, OSError)
             body = {
                 **meta,
                 "files": {name: value for part in parts for name, value in part.items()},
             }
-            missing: list[list[str]] = _together(
-                side, lambda: self._complete(partial, final, body) if side.is_writer else []
+            missing = side.run_everywhere(
+                lambda: self._complete(partial, final, body) if side.is_writer else [], OSError
             )
         except OSError:
             if side.is_writer:
@@ -373,7 +366,7 @@ class Checkpoints:
         return missing
 
     def _remove_old(self) -> None:
-        """Remove all checkpoints but the newest, and that of the best model with keep_best."""
+        """Remove all checkpoints but the newest, and with keep_best that of the best model."""
         best = self.best_step()
         for path in complete(self.folder)[: -self.config.keep]:
             if not (self.config.keep_best and step_of(path) == best):
@@ -383,21 +376,21 @@ class Checkpoints:
 def find_newest(
     folder: Path, ranks: Ranks, *, skip_damaged: bool
 ) -> tuple[Saved | None, list[str]]:
-    """The newest complete checkpoint with intact files (None: there is none), and the damage of newer ones.
+    """Find the newest complete checkpoint with intact files, or None; also returns the damage of newer ones.
 
-    Raises OutputError where the newest is damaged and ``skip_damaged`` is false, or all are damaged.
+    Raises OutputError where the newest is damaged and ``skip_damaged`` is false, or where all are damaged.
     """
     damaged: list[str] = []
     for path in reversed(ranks.gather(complete(folder))[0]):  # a network may show them differently
-        saved, trouble = _read(path, ranks)
-        if saved is not None:
-            return saved, damaged
-        damaged.append(trouble)
-        if not skip_damaged:
-            raise OutputError(
-                f"resume=true: {trouble}; expected the files as they were written; set checkpoint.skip_damaged=true to "
-                "go on from the one before, or bring the files back"
-            )
+        try:
+            return _read(path, ranks), damaged
+        except OutputError as trouble:
+            damaged.append(str(trouble))
+            if not skip_damaged:
+                raise OutputError(
+                    f"resume=true: {trouble}; expected the files as they were written; set "
+                    "checkpoint.skip_damaged=true to go on from the one before, or bring the files back"
+                ) from None
     if damaged:
         raise OutputError(
             f"resume=true: no checkpoint is left to go on from: {'; '.join(damaged)}; bring the files back, or start "
@@ -407,9 +400,8 @@ def find_newest(
 
 
 def set_aside(folder: Path, after_step: int) -> None:
-    """Rename the checkpoints after a step: they are damaged, and the run will take these steps again.
-
-    ``latest`` then names the newest of the others; after a kill it may be outdated.
+    """Rename the checkpoints after a step, which are damaged: the run will take these steps again. ``latest`` then
+    names the newest of the others; after a kill it may be outdated.
     """
     checkpoints = complete(folder)
     kept = [path for path in checkpoints if step_of(path) <= after_step]
@@ -428,54 +420,50 @@ def _unusable(saved: Saved, reason: str) -> OutputError:
     )
 
 
-def _read(path: Path, ranks: Ranks) -> tuple[Saved | None, str]:
-    """A checkpoint with all files intact, or the first damage. The ranks share the files."""
-    trouble: str | None = None
-    meta: Meta | None = None
-    try:
-        body = files.read_json(path / META, META_LIMIT)
-        wanted = body.pop("sha256", None) if isinstance(body, dict) else None
-        if wanted is None or wanted != _digest_of(body):
-            trouble = (
-                f"{path / META} is damaged: its SHA-256 is not the one noted when it was written"
-            )
-        else:
+def _read(path: Path, ranks: Ranks) -> Saved:
+    """A checkpoint with all files intact; the ranks share the files. Raises OutputError on all ranks."""
+    metas: list[Meta] = []
+
+    def verify() -> None:
+        try:
+            # meta.json, by the digest in it
+            body = files.read_json(path / META, META_LIMIT)
+            wanted = body.pop("sha256", None) if isinstance(body, dict) else None
+            if wanted is None or wanted != _digest_of(body):
+                raise OutputError(
+                    f"{path / META} is damaged: its SHA-256 is not the one noted when it was written"
+                )
             meta = Meta.model_validate_json(json.dumps(body))
             step = step_of(path)
-            mine = sorted(meta.files.items())[ranks.rank :: ranks.size]
             if {step, meta.cursor[0]} != {meta.step}:
-                trouble = f"{path / META} is of step {meta.step} and of cursor {meta.cursor[0]}; expected {step}"
-            elif odd := next((name for name in meta.files if Path(name).name != name), None):
-                trouble = f"{path / META} names the file {odd!r}; expected files in {path}"
-            elif damage := files.first_damaged(path, mine):
-                trouble = damage
-            else:
-                sharded.read_index(path)
-    except pydantic.ValidationError as error:
-        trouble = f"{path / META} is no checkpoint of taut's: {first_problem(error)}"
-    except OutputError as error:
-        trouble = str(error)
-    except OSError as error:
-        trouble = f"{error.filename or path / META} cannot be read ({error.strerror or error})"
-    except ValueError as error:
-        trouble = f"{path / META} cannot be read ({error})"
-    troubles = [text for text in ranks.gather(trouble) if text]
-    return (None, troubles[0]) if troubles or meta is None else (Saved(path, meta), "")
+                raise OutputError(
+                    f"{path / META} is of step {meta.step} and of cursor {meta.cursor[0]}; expected {step}"
+                )
+
+            # the files that it lists, by their digests
+            odd = next((name for name in meta.files if Path(name).name != name), None)
+            if odd is not None:
+                raise OutputError(f"{path / META} names the file {odd!r}; expected files in {path}")
+            mine = sorted(meta.files.items())[ranks.rank :: ranks.size]
+            if damage := files.first_damaged(path, mine):
+                raise OutputError(damage)
+            sharded.read_index(path)
+            metas.append(meta)
+        except pydantic.ValidationError as error:
+            raise OutputError(
+                f"{path / META} is no checkpoint of taut's: {first_problem(error)}"
+            ) from None
+        except OutputError:
+            raise
+        except OSError as error:
+            what = error.filename or path / META
+            raise OutputError(f"{what} cannot be read ({error.strerror or error})") from None
+        except ValueError as error:
+            raise OutputError(f"{path / META} cannot be read ({error})") from None
+
+    ranks.run_everywhere(verify)
+    return Saved(path, metas[0])
 
 
 def _digest_of(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _together(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
-    """The results of ``act`` on every rank; OSError on all ranks where one raised it."""
-    mine: tuple[Any, str | None]
-    try:
-        mine = act(), None
-    except OSError as error:
-        mine = None, error.strerror or str(error)
-    outcomes = ranks.gather(mine)
-    for _, trouble in outcomes:
-        if trouble is not None:
-            raise OSError(trouble)
-    return [result for result, _ in outcomes]

@@ -13,10 +13,10 @@ A sharded model that computes in bfloat16 does so by its weights (``precision.co
     gradients           bfloat16 of a layer, widened to float32 before they are summed over ranks
     routers             in float32, on widened hidden states (``experts.widen_routers``)
     scalar heads        in float32, on widened hidden states (``heads.scalar``)
-    adapters            float32 masters, cast where they are multiplied (``products.linear``)
+    adapters            float32 masters, cast where they are multiplied (``cpu_matmul.linear``)
 
 Ranks watch each other (watch.py). torch.distributed is imported here, there and in sharded.py only; for the parts of
-quantised weights also in models/byte_rows.py, and for layers that ranks compute together in
+quantized weights also in models/quantized/quantized_storage.py, and for layers that ranks compute together in
 models/tensor_parallel.py.
 """
 
@@ -28,18 +28,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor, nn
 
-from taut.config import Decision, configclass
-from taut.errors import ConfigError, Interrupted, RankFailed
-from taut.io import threads
+from taut.config import Decision
+from taut.errors import ConfigError, Interrupted, RankFailed, TautError
+from taut.io import progress, threads
 from taut.io.console import is_first_on_host
 from taut.models import architecture, tensor_parallel
+from taut.train.settings import ParallelConfig
 from taut.train.watch import RECORDED, TIMEOUT, Watch
 from taut.types import to_device
 
@@ -48,28 +48,14 @@ if TYPE_CHECKING:  # they take long to import
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+WholeTensors: TypeAlias = Callable[[Collection[str]], Iterator[tuple[str, Tensor]]]
+"""Gives tensors of a module by their names in its state dict (``whole_tensors``)."""
 
 TENSOR = "tensor"
 """The name of a mesh's axis along which ranks compute one micro-batch together."""
 
 _watch: Watch | None = None
 """Of this process, from ``start`` to ``stop``."""
-
-
-@configclass
-class ParallelConfig:
-    """How a model is divided among the ranks of torchrun."""
-
-    replicas: Annotated[int, Field(ge=1)] = 1
-    """Copies of the sharded weights: each is divided among ranks / replicas ranks, which exchange weights only with
-    each other (hybrid sharding, HSDP): as many as nodes, where nodes are connected slowly. A divisor of the ranks."""
-    tensor: Annotated[int, Field(ge=1)] = 1
-    """Ranks that compute one micro-batch together (tensor parallelism): each has a part of the heads and of the MLP of
-    every layer, by the library's plan for the architecture; the rest is sharded as usual. As many as fit on one node. A
-    divisor of the ranks of a replica."""
-    cpu_offload: bool = False
-    """Keep weights, gradients and moments in the host's memory (FSDP's CPU offload), on one GPU too: a layer's weights
-    go to the GPU where it runs, and the host's processor updates them."""
 
 
 UNDIVIDED = ParallelConfig()
@@ -86,26 +72,26 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     """The group of the collectives; None: the default group."""
     mesh: DeviceMesh | None = None
-    """The ranks that weights are sharded over; with replicas [replicas, ranks of each]. None: weights are whole, on one
-    rank."""
+    """Ranks over which weights are sharded; with replicas [replicas, ranks of each]. None: one rank has whole
+    weights."""
     offloads: bool = False
-    """Whether shards, their gradients and moments are in the host's memory."""
+    """Whether shards, gradients and moments are kept in the host's memory."""
     tensor_mesh: DeviceMesh | None = None
-    """The ranks that compute one micro-batch together; None: each computes its own."""
+    """Ranks that compute one micro-batch together (tensor parallelism); None: each rank computes its own."""
 
     @property
     def num_shares(self) -> int:
-        """Into how many shares the micro-batches of a step are divided."""
+        """Number of shares into which the micro-batches of a step are divided."""
         return self.size // self._num_together
 
     @property
     def share(self) -> int:
-        """The number of this rank's share. Ranks that compute together have the same one."""
+        """Number of this rank's share; ranks that compute together have the same one."""
         return self.rank // self._num_together
 
     @property
     def is_counted(self) -> bool:
-        """Whether what this rank computes counts: of ranks that compute together that of the first."""
+        """Whether the results of this rank count; of ranks that compute together, the first one's do."""
         return self.rank % self._num_together == 0
 
     @property
@@ -114,12 +100,12 @@ class Ranks:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the weights are sharded; on one rank only in order to be offloaded."""
+        """Whether the weights are sharded; with one rank only if they are offloaded."""
         return self.mesh is not None
 
     @property
     def weights_device(self) -> torch.device:
-        """Where weights are read to."""
+        """The device to which weights are read."""
         return torch.device("cpu") if self.offloads else self.device
 
     @property
@@ -132,7 +118,7 @@ class Ranks:
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def sum_of_shares(self, values: Sequence[float]) -> list[float]:
-        """The same over the shares of a step."""
+        """Element-wise sum over the shares of a step, in float64."""
         return self.sum(values if self.is_counted else [0.0] * len(values))
 
     def max(self, values: Sequence[float]) -> list[float]:
@@ -153,22 +139,39 @@ class Ranks:
             dist.all_reduce(tensor, group=self.group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's small Python object, in rank order; waits for all, however long one works for the others."""
+        """A small Python object of every rank, in rank order. Waits for all, however long one works for the others."""
         if self.size == 1:
             return [value]
         self.barrier()
         return self.gather_in_step(value)
 
     def gather_in_step(self, value: Any) -> list[Any]:
-        """The same where all ranks come at about the same time."""
+        """``gather`` where all ranks arrive at about the same time."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def run_everywhere(self, act: Callable[[], T], caught: type[Exception] = TautError) -> list[T]:
+        """Run ``act`` on every rank and return the results of all, in rank order. Raises the error of the first rank
+        that has one, on all ranks.
+        """
+        return self.agree(outcome_of(act, caught))
+
+    def run_on_writer(self, act: Callable[[], T]) -> T:
+        """Run ``act`` on the writer alone; returns its result, or raises its error, on all ranks."""
+        outcomes: list[T] = self.agree(outcome_of(act) if self.is_writer else None)
+        return outcomes[0]
+
+    def agree(self, outcome: Any) -> list[Any]:
+        """Exchange results and errors (``outcome_of``): the results of all ranks, in rank order. Raises the error of
+        the first rank that has one, on all ranks, with a note that names the rank.
+        """
+        return results_of(self.gather(outcome))
+
     def of_shares(self, values: Sequence[T]) -> Sequence[T]:
-        """Of values of all ranks, such as ``gather`` returns, those of the shares of a step."""
+        """Reduce the values of all ranks, as ``gather`` returns them, to one for each share of a step."""
         return values[:: self._num_together]
 
     def barrier(self) -> None:
@@ -178,20 +181,43 @@ class Ranks:
             _watch.meet("all" if self.group is None else self.group.group_name)
 
     def doing(self, what: str) -> None:
-        """Note what this rank does from now on, e.g. ``taking step 3``: if it dies, the others tell."""
+        """Note what this rank does from now on, e.g. ``taking step 3``: a terminal shows it, and the other ranks
+        report it if this one dies.
+        """
+        progress.show(what)
         if _watch is not None:
             _watch.doing(what)
 
     def on_cpu(self) -> Ranks:
-        """The same ranks on the CPU with a separate group: for a thread next to the training thread."""
+        """These ranks with a separate group on the CPU, for a thread beside the training thread."""
         if self.size == 1:
             return self
         group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return replace(self, device=torch.device("cpu"), group=group)
 
 
+def outcome_of(
+    act: Callable[[], T], caught: type[Exception] | tuple[type[Exception], ...] = TautError
+) -> T | Exception:
+    """The result of ``act``, or its error."""
+    try:
+        return act()
+    except caught as error:
+        return error
+
+
+def results_of(outcomes: list[Any]) -> list[Any]:
+    """The outcomes of ranks if all of them are results. Raises the first error."""
+    for rank, outcome in enumerate(outcomes):
+        if isinstance(outcome, Exception):
+            if len(outcomes) > 1:
+                outcome.add_note(f"the error of rank {rank}, raised on all {len(outcomes)} ranks")
+            raise outcome
+    return outcomes
+
+
 def world_size() -> int:
-    """The number of ranks under torchrun; 1 without it."""
+    """Number of ranks under torchrun; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -200,19 +226,18 @@ def start(device: str = "auto", parallel: ParallelConfig = UNDIVIDED) -> Ranks:
     size = world_size()
     require_divisors(size, parallel)
     offloads = parallel.cpu_offload
+    # the device
     rank = int(os.environ.get("RANK", "0"))
     has_cuda = torch.cuda.is_available()
+    problem = ""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        raise ConfigError(f"device={device} is not known; expected auto, cpu, cuda or cuda:N")
-    if device.startswith("cuda:") and size > 1:
-        raise ConfigError(
-            f"device={device} is one device and there are {size} ranks; each rank takes the one of its "
-            "LOCAL_RANK; set device=cuda"
-        )
-    if device.startswith("cuda") and not has_cuda:
-        raise ConfigError(
-            f"device={device} was asked for and no CUDA device is available; set device=cpu"
-        )
+        problem = "is not known; expected auto, cpu, cuda or cuda:N"
+    elif device.startswith("cuda:") and size > 1:
+        problem = f"is one device for {size} ranks; each rank takes the one of its LOCAL_RANK; set device=cuda"
+    elif device.startswith("cuda") and not has_cuda:
+        problem = "was asked for and no CUDA device is available; set device=cpu"
+    if problem:
+        raise ConfigError(f"device={device} {problem}")
     if device == "cpu" or not has_cuda:
         chosen = torch.device("cpu")
     elif size > 1 or device in ("auto", "cuda"):
@@ -229,6 +254,7 @@ def start(device: str = "auto", parallel: ParallelConfig = UNDIVIDED) -> Ranks:
         torch.cuda.set_device(chosen)
     if offloads:
         require_offloadable(chosen)
+    # the process group, and the ranks that shard weights or compute together
     if (size > 1 or offloads) and not dist.is_initialized():
         _join(rank, size, chosen)
     if size == 1 and not offloads:
@@ -238,7 +264,7 @@ def start(device: str = "auto", parallel: ParallelConfig = UNDIVIDED) -> Ranks:
 
 
 def require_offloadable(device: torch.device) -> None:
-    """Raise ConfigError where offloading would do nothing."""
+    """Raise ConfigError on a CPU, where offloading has no effect."""
     if device.type == "cpu":
         raise ConfigError(
             "parallel.cpu_offload=true on a CPU: weights are in the host's memory already; expected a GPU; take the "
@@ -247,7 +273,7 @@ def require_offloadable(device: torch.device) -> None:
 
 
 def _join(rank: int, size: int, device: torch.device) -> None:
-    """Join the process group, and begin to watch the others. A process whose shards are offloaded has one alone."""
+    """Join the process group, and start to watch the other ranks. A single process that offloads has a group of one."""
     global _watch
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     library: Any = dist  # its stores have no types
@@ -261,7 +287,7 @@ def _join(rank: int, size: int, device: torch.device) -> None:
 
 
 def require_divisors(num_ranks: int, parallel: ParallelConfig) -> None:
-    """Raise ConfigError where the ranks cannot be divided so."""
+    """Raise ConfigError where the number of ranks cannot be divided as configured."""
     size = num_ranks
     for name in ("replicas", "tensor"):
         number = getattr(parallel, name)
@@ -269,8 +295,8 @@ def require_divisors(num_ranks: int, parallel: ParallelConfig) -> None:
             found = "there is 1 rank" if num_ranks == 1 else f"there are {num_ranks} ranks"
             of = "" if size == num_ranks else f" in each of {num_ranks // size} replicas, {size}"
             raise ConfigError(
-                f"parallel.{name}={number}, and {found}{of}; expected a divisor of the number of ranks; start as many "
-                "with torchrun, or leave it out"
+                f"parallel.{name}={number}, and {found}{of}; expected a divisor of the number of ranks; start a "
+                f"multiple of {number} ranks with torchrun, or leave the key out"
             )
         size //= number
 
@@ -278,11 +304,12 @@ def require_divisors(num_ranks: int, parallel: ParallelConfig) -> None:
 def _meshes(
     device: torch.device, size: int, parallel: ParallelConfig
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The ranks that shards are divided over, and those that compute one micro-batch together: neighbours, which are on
-    one node.
+    """The mesh over which weights are sharded, and the mesh of ranks that compute one micro-batch together: neighbors,
+    which are on one node.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
+    # axes of size 1 are left out, but for that of shards
     replicas, together = parallel.replicas, parallel.tensor
     sizes = {"replicate": replicas, "shard": size // replicas // together, TENSOR: together}
     names = [name for name in sizes if name == "shard" or sizes[name] > 1]
@@ -297,13 +324,13 @@ def _meshes(
 
 
 def nccl_version() -> str | None:
-    """The version of NCCL that PyTorch was built with, if it was."""
+    """Version of NCCL in PyTorch; None without NCCL."""
     library: Any = torch.cuda.nccl  # it has no types
     return ".".join(map(str, library.version())) if dist.is_nccl_available() else None
 
 
 def thread_decisions(device: torch.device) -> list[Decision]:
-    """The number of threads of this process and its reason, where the CPU computes."""
+    """On a CPU the number of threads of this process, with its reason."""
     if device.type != "cpu":
         return []
     return [Decision("threads", *threads.described(torch.get_num_threads()))]
@@ -322,18 +349,18 @@ def stop(ranks: Ranks) -> None:
 
 
 def failure_of_others() -> RankFailed | None:
-    """The failure of another rank, if there is one: it may be the cause of the signal or error that ends this one."""
+    """The failure of another rank, if any: it may have caused the signal or error that ends this one."""
     return None if _watch is None else _watch.wait_for_failure()
 
 
 def explain(error: Exception) -> RankFailed | None:
-    """What broke the collective of which ``error`` tells; None for an error of another kind."""
+    """The failure that broke a collective, if ``error`` is that of a collective; else None."""
     return None if _watch is None else _watch.explain(error)
 
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Raise RankFailed in place of the error of a collective that another rank broke."""
+    """Replace the error of a collective that another rank broke by RankFailed."""
     try:
         yield
     except RuntimeError as error:
@@ -344,9 +371,8 @@ def explaining() -> Iterator[None]:
 
 
 def is_first_to_fail(exit_code: int, line: str) -> bool:
-    """Whether this is the first rank to fail: that rank prints the line that ends all.
-
-    Before the process group exists, the first one of each host prints it.
+    """Whether this is the first rank to fail, which prints the error for all. Before the process group exists, the
+    first rank of each host does.
     """
     if _watch is None:
         return is_first_on_host()
@@ -360,14 +386,14 @@ def is_first_to_fail(exit_code: int, line: str) -> bool:
 def layer_sharding(
     ranks: Ranks, dtype: torch.dtype
 ) -> Callable[[PreTrainedModel], AbstractContextManager[None]] | None:
-    """What shards each layer of a model, which is on the meta device still, and a context in which its weights are
-    read; None where they are not sharded. ``dtype``: the run computes in.
+    """A context for reading the weights of a model on the meta device: shards each of its layers first. None where
+    weights are not sharded. ``dtype``: compute dtype of the run.
     """
     return partial(_sharded_layers, ranks=ranks, dtype=dtype) if ranks.is_sharded else None
 
 
 def shard(root: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Shard what no shard inside the root has. The root's methods ``next_logits`` and ``inside``, if it has them, are
+    """Shard the parameters that are in no sharded layer. The root's methods ``next_logits`` and ``inside``, if any, are
     entry points like ``forward``.
     """
     if not ranks.is_sharded:
@@ -401,9 +427,8 @@ def _sharded_layers(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) ->
     def stay(part: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _with_part(before(part.to("meta"), *args, **kwargs), part)
 
-    library.from_local = staticmethod(
-        stay
-    )  # it would move each part that is read to the mesh's device
+    # it would move each part that is read to the mesh's device
+    library.from_local = staticmethod(stay)
     try:
         yield
     finally:
@@ -411,7 +436,7 @@ def _sharded_layers(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) ->
 
 
 def _shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, whole: set[nn.Parameter]) -> None:
-    """Shard a module over the ranks; gradients are summed. ``dtype``: it computes in; ``whole``: what of it is not
+    """Shard a module over the ranks; gradients are summed. ``dtype``: compute dtype. ``whole``: parameters that are not
     sharded.
     """
     from torch.distributed.fsdp import (
@@ -436,7 +461,7 @@ def _shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, whole: set[nn.Pa
 
 @contextmanager
 def gathered_in(root: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, forwards without gradient gather the weights in ``dtype``, whatever a run computes in."""
+    """In this context forwards without gradient gather the weights in ``dtype`` instead of the compute dtype."""
     if not dist.is_initialized():
         yield
         return
@@ -470,7 +495,7 @@ def _gather(shards: Iterable[tuple[nn.Module, str, Any]], dtype: torch.dtype, *_
 
 
 def _gathered(shard: Any) -> Any:
-    """A shard, whole; where ranks compute together, this rank's part of the computation."""
+    """The whole of a shard; with tensor parallelism this rank's part of the layer."""
     from torch.distributed.tensor import distribute_tensor
 
     whole = shard.full_tensor()
@@ -481,7 +506,7 @@ def _gathered(shard: Any) -> Any:
 
 
 def _with_its_group(module: nn.Module) -> Iterator[nn.Module]:
-    """A sharded module, and those in it that are gathered with it."""
+    """A sharded module, and the modules in it that are gathered with it."""
     from torch.distributed.fsdp import FSDPModule
 
     yield module
@@ -491,7 +516,7 @@ def _with_its_group(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def by_placement(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters in lists of those that are divided alike: PyTorch takes no list that mixes them. None is empty."""
+    """Group the parameters by placement, since PyTorch's functions take no mixed list."""
     lists: dict[str, list[nn.Parameter]] = {}
     for parameter in parameters:
         lists.setdefault(placement_of(parameter), []).append(parameter)
@@ -499,43 +524,43 @@ def by_placement(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]
 
 
 def placement_of(parameter: Tensor) -> str:
-    """How a tensor is divided among ranks; empty where it is whole on each."""
+    """How a tensor is divided among ranks, as text; empty for one that is whole on each rank."""
     return "".join(map(str, getattr(parameter, "placements", ())))
 
 
 @contextmanager
 def summing_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> Iterator[None]:
-    """What the block adds to the gradients of whole parameters is summed over ranks, at the end and in one collective a
-    dtype. FSDP sums the gradients of sharded ones. Where no rank has a gradient there is none, as with one process.
+    """Sum over ranks what the block adds to the gradients of whole parameters; FSDP sums those of sharded ones. At the
+    end of the block, in one collective for each dtype. A parameter without a gradient on any rank stays without.
     """
+    # set earlier gradients aside
     whole = [p for p in parameters if not hasattr(p, "full_tensor")] if ranks.size > 1 else []
     before = [parameter.grad for parameter in whole]
     for parameter in whole:
         parameter.grad = None
     yield
+    # sums over these groups, one after another, are the sum over the shares of a step
+    groups: list[dist.ProcessGroup | None] = [ranks.group]
+    if ranks.tensor_mesh is not None:
+        assert ranks.mesh is not None, "ranks that compute together have a mesh"
+        groups = [ranks.mesh.get_group(axis) for axis in range(ranks.mesh.ndim)]
+    # one flat tensor for each dtype, followed by the number of ranks that have a gradient of each parameter
     for dtype in sorted({parameter.dtype for parameter in whole}, key=str):
         mine = [parameter for parameter in whole if parameter.dtype == dtype]
         has_none = [parameter.grad is None for parameter in mine]
         added = [torch.zeros_like(p) if p.grad is None else p.grad for p in mine]
         is_given = torch.tensor(has_none).logical_not().to(dtype)
         flat = torch.cat([*map(torch.flatten, added), *to_device([is_given], ranks.device)])
-        for group in _groups_of_shares(ranks):
+        for group in groups:
             dist.all_reduce(flat, group=group)
         *parts, givers = torch.split(flat, [*(p.numel() for p in mine), len(mine)])
         num_givers = givers.tolist() if any(has_none) else [1] * len(mine)
         for parameter, part, number in zip(mine, parts, num_givers, strict=True):
             parameter.grad = part.view_as(parameter) if number else None
+    # add the earlier gradients
     for parameter, gradient in zip(whole, before, strict=True):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-
-def _groups_of_shares(ranks: Ranks) -> list[dist.ProcessGroup | None]:
-    """The groups over which, one after another, a sum is one over the shares of a step."""
-    if ranks.tensor_mesh is None:
-        return [ranks.group]
-    assert ranks.mesh is not None, "ranks that compute together have a mesh"
-    return [ranks.mesh.get_group(axis) for axis in range(ranks.mesh.ndim)]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -545,7 +570,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def first_row(parameter: Tensor) -> int:
-    """The row of the whole tensor at which this rank's part begins."""
+    """Row of the whole tensor at which this rank's part begins."""
     tensor: Any = parameter
     axes = [
         axis
@@ -560,21 +585,21 @@ def first_row(parameter: Tensor) -> int:
 
 
 def num_together(parameter: Tensor) -> int:
-    """How many ranks compute the layer that a tensor is of together, each with its part; 1: each has all of it."""
+    """Number of ranks that compute the layer of a tensor together, each with its part."""
     mesh: Any = getattr(parameter, "device_mesh", None)
     names = () if mesh is None else mesh.mesh_dim_names or ()
     return int(mesh[TENSOR].size()) if TENSOR in names else 1
 
 
 def whole_of_twice_divided(parameter: Tensor) -> Tensor:
-    """A part of a layer that ranks compute together, whole on every rank; any other tensor as it is."""
+    """The whole of a tensor that ranks compute together, on every rank; any other tensor unchanged."""
     tensor: Any = parameter
     whole: Tensor = tensor.full_tensor() if num_together(parameter) > 1 else parameter
     return whole
 
 
 def sharded_like(parameter: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor of this shape of which each rank has a part, divided as the parameter is."""
+    """Join the ranks' parts to a tensor of this shape that is sharded like the parameter."""
     if not hasattr(parameter, "full_tensor"):
         return part
     from torch.distributed.tensor import DTensor
@@ -593,21 +618,21 @@ def sharded_like(parameter: Tensor, part: Tensor, shape: tuple[int, ...]) -> Ten
 
 
 def _with_part(like: Any, part: Tensor) -> Tensor:
-    """A tensor sharded as another one, with this rank's part where it is, which may be in the host's memory."""
+    """A tensor sharded like another one, whose part of this rank may be in the host's memory."""
     make: Any = type(like)
     sharded: Tensor = make(part, like._spec, requires_grad=False)
     return sharded
 
 
 def whole_of(parameter: Tensor, part: Tensor) -> Tensor:
-    """The whole tensor, on every rank, of which each has a part as of the parameter."""
+    """The whole tensor, on every rank, of parts that are divided like the parameter."""
     sharded: Any = sharded_like(parameter, part, tuple(parameter.shape))
     whole: Tensor = sharded.full_tensor() if hasattr(sharded, "full_tensor") else sharded
     return whole
 
 
 def part_of(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part, as of the parameter, of a tensor that every rank has whole."""
+    """This rank's part of a whole tensor, divided like the parameter."""
     if not hasattr(parameter, "full_tensor"):
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -620,7 +645,7 @@ def part_of(parameter: Tensor, whole: Tensor) -> Tensor:
 
 @torch.no_grad()
 def swap(first: Tensor, second: Tensor) -> None:
-    """Swap the contents of two tensors of the same shape; of sharded ones, this rank's shards."""
+    """Swap the contents of two tensors of the same shape and sharding."""
     if not hasattr(first, "full_tensor"):
         first.data, second.data = second.data, first.data
         return
@@ -630,7 +655,7 @@ def swap(first: Tensor, second: Tensor) -> None:
 
 
 def reshard(root: nn.Module) -> None:
-    """Drop gathered weights, so that the next forward gathers the current ones."""
+    """Free gathered weights, so that the next forward gathers the current ones."""
     if not dist.is_initialized():
         return
     from torch.distributed.fsdp import FSDPModule
@@ -641,9 +666,10 @@ def reshard(root: nn.Module) -> None:
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
-    """The gradient's total norm over all ranks, on the device. If it is finite, gradients are scaled down to
-    ``max_norm``.
+    """Scale the gradients down to ``max_norm``, if their norm is finite. Returns the norm before, over all ranks and on
+    the device.
     """
+    # the norm of each group of parameters, summed over the ranks that share them
     lists = by_placement(parameters)
     norms: list[Tensor] = []
     for some in lists:
@@ -658,6 +684,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
                 dist.all_reduce(square, group=gradients[0].device_mesh.get_group(axis))
                 norm = square.sqrt().to(norm.dtype)
         norms.append(norm)
+    # the norm of all, and one factor for all
     whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(stacked(norms))
     if max_norm is not None:
         usable = whole.nan_to_num(nan=0.0, posinf=0.0)  # of which none is above max_norm
@@ -667,18 +694,28 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
 
 
 def stacked(norms: Sequence[Tensor]) -> Tensor:
-    """Numbers in one tensor, on the device that one of them is on: those of offloaded gradients are not."""
+    """Stack numbers on the device of one of them; norms of offloaded gradients are on the CPU."""
     device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
     return torch.stack([norm.to(device) for norm in norms])
 
 
+def run_with_whole_tensors(module: nn.Module, ranks: Ranks, act: Callable[[WholeTensors], T]) -> T:
+    """``Ranks.run_on_writer`` of an act that reads whole tensors of a module that may be sharded."""
+    outcome: Any = None
+    with whole_tensors(module, ranks) as whole:
+        if whole is not None:
+            outcome = outcome_of(partial(act, whole))
+    result: T = ranks.agree(outcome)[0]
+    return result
+
+
 @contextmanager
-def whole_tensors(
-    module: nn.Module, ranks: Ranks
-) -> Iterator[Callable[[Collection[str]], Iterator[tuple[str, Tensor]]] | None]:
-    """On the writer: what gives tensors of the module by their names in its state dict, as often as it is called: one
-    after another, in the state dict's order, whole on the writer's CPU (where none is sharded: as they are). On the
-    other ranks None, after the writer has left the block: until then they send it their parts of what it asks for.
+def whole_tensors(module: nn.Module, ranks: Ranks) -> Iterator[WholeTensors | None]:
+    """Read whole tensors of a module on the writer, one after another.
+
+    On the writer the value is a function: called with names of the state dict, as often as needed, it yields these
+    tensors in the state dict's order, whole on the CPU (if nothing is sharded, on their device). The other ranks send
+    their parts on entry, until the writer leaves the block; their value is None.
     """
     if ranks.size > 1 and not ranks.is_writer:
         while (wanted := ranks.gather(None)[0]) is not None:
@@ -695,7 +732,7 @@ def whole_tensors(
         return asked[-1]
 
     def exhaust() -> None:
-        """Take the rest of what was asked for last: the others send all of it."""
+        """Take the rest of the last call's tensors: the other ranks send all of them."""
         for _ in asked[-1] if asked else ():
             pass
 
@@ -709,7 +746,7 @@ def whole_tensors(
 def _sent_to_writer(
     module: nn.Module, names: Collection[str], ranks: Ranks
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the module, each whole on the writer; nothing on the other ranks."""
+    """Yields tensors of the module, each whole, on the writer; nothing on the other ranks."""
     for name, tensor in module.state_dict().items():
         if name not in names:
             continue
@@ -721,15 +758,15 @@ def _sent_to_writer(
 
 @torch.no_grad()
 def _on_writer(tensor: Any, ranks: Ranks) -> Tensor:
-    """A tensor, whole on the writer's CPU (where none is sharded: as it is), which receives the parts of a sharded
-    one after another; on the other ranks their part.
-    """
+    """A tensor, whole on the writer's CPU; the other ranks send their parts one after another, and return theirs."""
     if not hasattr(tensor, "full_tensor"):
         whole: Tensor = tensor.cpu() if ranks.is_sharded else tensor
         return whole
+    # a layer that ranks compute together is gathered by all of them
     mesh = tensor.device_mesh
     if num_together(tensor) > 1:
         return whole_of_twice_divided(tensor).cpu()
+    # shards go to the writer, one rank after another
     part: Tensor = tensor.to_local()
     axis = next(
         axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()

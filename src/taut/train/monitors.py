@@ -3,9 +3,9 @@
 - ``FirstStep``: the first step's logprobs must equal those of the same samples run one at a time through the library's
   own attention and head (taken before training); a difference stops the run before the update.
 - ``Untouched``: after the first backward every trainable tensor must have a gradient, and within ``PATIENCE`` steps a
-  nonzero one. A tensor outside the graph stops the run; a gradient that is always zero is a warning. Steps whose
-  advantages are all 0 (all rewards are equal) do not count: they move no tensor (taut/rl/monitors.py warns). Neither do
-  steps in which the critic trains alone: they leave an adapter's B at 0, and so the gradient of A.
+  nonzero one. A tensor outside the graph stops the run; a gradient that is always zero is a warning. Two kinds of steps
+  do not count: those whose advantages are all 0, which move no tensor (taut/rl/monitors.py warns), and those in which
+  the critic trains alone, which leave an adapter's B at 0, and so the gradient of A.
 - ``Spikes``: warns of a gradient norm far above the recent median.
 - ``Divergence``: warns of, and then stops, a run whose loss stays far above its first value, or whose gradient stays
   exactly zero.
@@ -24,27 +24,26 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from taut.config import configclass
 from taut.data.dataset import Dataset
 from taut.errors import CheckFailed, DivergenceError
 from taut.models import architecture
 from taut.train.distributed import local
+from taut.train.settings import LossMonitorConfig
 from taut.train.trainer import StepReport, Trainer
 from taut.types import to_host
 
 PATIENCE = 3
-"""Steps after which a gradient that was always zero is reported (that of LoRA's A is zero at step 1)."""
+"""Steps after which a gradient that was always zero is reported; at step 1 that of LoRA's A is zero."""
 LOOK_EVERY = 60.0
 """Seconds between two checks of the data files."""
 SPIKE = 10.0
-"""A gradient norm this many times the recent median is reported."""
+"""Multiple of the recent median above which a gradient norm is reported."""
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Largest mean difference of a sample's logprobs (nats per target) that rounding explains, by compute dtype."""
@@ -58,22 +57,6 @@ WARN_HIGH, WARN_ZERO = 3, 2
 """Consecutive steps with a loss above its limit, and with a gradient of zero, that cause a warning."""
 
 
-@configclass
-class LossMonitorConfig:
-    """When training counts as diverged and stops. Before that the run warns, and saves no checkpoint meanwhile."""
-
-    loss_ratio: Annotated[float, Field(gt=1)] = 3.0
-    """Loss limit as a multiple of the first loss. The higher of this limit and ``loss_margin`` applies."""
-    loss_margin: Annotated[float, Field(ge=0)] = 2.0
-    """Loss limit as a margin above the first loss (nats per token for a likelihood). The losses of grpo and ppo have no
-    limit: they start near 0 and change sign."""
-    loss_steps: Annotated[int, Field(ge=0)] = 20
-    """Stop when the loss exceeds its limit in more than half of this many last steps. 0: warn only."""
-    zero_gradient_steps: Annotated[int, Field(ge=0)] = 5
-    """Stop after this many consecutive steps with a gradient norm of exactly zero. 0: warn only. Steps of grpo and ppo
-    in which all advantages are zero do not count (see rollout_monitor.max_without_signal)."""
-
-
 @dataclass
 class FirstStep:
     """Compares the first step with the same samples run alone."""
@@ -85,6 +68,7 @@ class FirstStep:
     def __call__(self, report: StepReport, trainer: Trainer) -> None:
         if not self.alone or report.step != 1:  # a resumed run has other weights
             return
+        # the largest mean difference of a sample, over all ranks
         worst, worst_id, compared = 0.0, "", 0
         for packed, scores in report.scored:
             logp_N = scores.logp_N.cpu()  # in the first step only
@@ -112,8 +96,7 @@ class FirstStep:
             raise CheckFailed(
                 f"step {report.step}: the logprobs of {worst_id or 'a sample on another rank'} differ by "
                 f"{difference:.3g} nats a token from the same sample run alone (at most {self.tolerance:g} is "
-                "rounding); the packed forward does not compute this model; nothing was updated; set "
-                "attention=reference, and please report the model"
+                "rounding); nothing was updated; set attention=reference, and please report the model"
             )
 
 
@@ -135,19 +118,21 @@ class Untouched:
 
     @classmethod
     def watching(cls, model: nn.Module) -> Untouched:
-        """Watch every trainable tensor of a model."""
+        """A monitor of every trainable tensor of a model."""
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         return cls(names, set(names.values()))
 
     def __call__(self, report: StepReport, trainer: Trainer) -> None:
         if self.steps > PATIENCE or not self.silent:
             return
+        # no gradient at all: outside of the graph
         absent = sorted(name for p, name in self.names.items() if p.grad is None)
         if absent:
             raise CheckFailed(
                 f"step {report.step}: {len(absent)} trainable tensors get no gradient ({', '.join(absent[:4])}); "
                 "every trainable tensor is expected to take part in the loss; leave them out with the key freeze"
             )
+        # a gradient of zero so far, on every rank
         flags = to_host([local(p.grad).any() for p in self.names if p.grad is not None])
         reached = trainer.ranks.max([float(flag) for flag in flags])
         if not (trainer.source.loss.is_cost or _has_advantages(report, trainer)):
@@ -218,6 +203,7 @@ class DivergenceState(TypedDict, total=False):
     zero_steps: int
     sound_step: int
     found: str | None
+    has_learned: bool
 
 
 @dataclass
@@ -248,8 +234,16 @@ class Divergence:
     """The last step after which the next loss and gradient looked sound."""
     found: str | None = None
     """The reported problem, while it lasts."""
+    has_learned: bool = False
+    """Whether any step had a gradient, and of policy gradients an advantage that is not zero."""
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Divergence:
+        """The monitor of this kind that a trainer has."""
+        return next(monitor for monitor in trainer.monitors if isinstance(monitor, cls))
 
     def __call__(self, report: StepReport, trainer: Trainer) -> None:
+        # a loss above its limit, of losses that are a cost
         loss = trainer.source.loss
         if loss.is_cost:
             if self.first is None or self.baseline is None:
@@ -259,6 +253,9 @@ class Divergence:
             self.num_samples += len(report.sample_ids)
             kept = max(self.config.loss_steps, WARN_HIGH)
             self.is_high = [*self.is_high, report.loss > self.limit][-kept:]
+        # a gradient of zero, unless the loss is satisfied or every advantage is zero
+        if report.grad_norm != 0.0 and not self.has_learned:
+            self.has_learned = loss.is_cost or _has_advantages(report, trainer)
         is_satisfied = loss.may_be_satisfied and report.loss == 0.0
         if report.grad_norm != 0.0 or is_satisfied:
             self.zero_steps = 0
@@ -273,18 +270,19 @@ class Divergence:
 
     @property
     def is_suspected(self) -> bool:
-        """Whether recent steps look diverged: their state must not replace a good checkpoint."""
+        """Whether recent steps look diverged, so that their state must not replace a good checkpoint."""
         return self.zero_steps > 0 or any(self.is_high[-WARN_HIGH:])
 
     def _limit_of(self, loss: float) -> float:
         return max(self.config.loss_ratio * loss, loss + self.config.loss_margin)
 
     def _stop_or_warn(self, report: StepReport, trainer: Trainer) -> None:
-        """Raise or warn by the last steps; clear the reported problem once it is over."""
+        """Raise or warn, depending on the last steps; forget the reported problem once it is over."""
         high, zero, config = sum(self.is_high), self.zero_steps, self.config
         if not self.is_suspected:
             self.found, self.sound_step = None, report.step - 1
             return
+        # the problem, and whether it has lasted too long
         if zero:
             key, is_over = "zero_gradient_steps", zero >= config.zero_gradient_steps > 0
             problem = f"the gradient was exactly zero in the last {zero} steps (the loss is {report.loss:.4g})"
@@ -303,6 +301,7 @@ class Divergence:
                 f"step {report.step}: training has diverged: {problem}; this step was not taken and no model is "
                 f"written; {remedy}; with loss_monitor.{key}=0 it only warns"
             )
+        # a warning, once while it lasts
         was_reported = self.found is not None
         is_reported = zero >= WARN_ZERO or self.is_high[-WARN_HIGH:] == [True] * WARN_HIGH
         if was_reported or is_reported:
@@ -317,7 +316,7 @@ class Divergence:
         return {name: value for name, value in vars(self).items() if name != "config"}
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
-        vars(self).update(remembered)
+        vars(self).update({"has_learned": True, **remembered})  # older checkpoints do not say
 
 
 def _has_advantages(report: StepReport, trainer: Trainer) -> bool:
@@ -352,7 +351,7 @@ class ChangedSources:
 
 
 def ids_to_compare(sizes: Sequence[tuple[str, int]], most_tokens: int) -> list[str]:
-    """The samples of the first step to run alone: the shortest, up to ``most_tokens`` in total, at least one."""
+    """Choose the samples of the first step to run alone: the shortest, up to ``most_tokens`` in total, at least one."""
     chosen: list[str] = []
     used = 0
     for sample_id, size in sorted(sizes, key=lambda item: item[1]):

@@ -1,13 +1,13 @@
-"""Out of memory: the micro-batch that does not fit is reported, and with halve_when_out_of_memory its budget halved.
+"""Out of memory: report the micro-batch that does not fit; with batch.halve_when_out_of_memory halve the token budget.
 
     scores = fit.attempt(act, packed, trees, "step 7")      raises OutOfMemory; the attempt's memory is free again
     fit.halve(7, error)                                     True: repeat step 7 with half the tokens
     fit.begin(7)                                            set the budget of step 7; returns the new cuts
 
-Half is half of the token budget or of the micro-batch that failed, whichever is less, for the rest of the run. The
-split of a step changes its numbers by rounding only, and the same cuts give the same numbers to the last bit: each cut
-is an event (``budget``), and a resumed run repeats the cuts in events.jsonl at their steps. A cut applies to the
-``batch.tokens_per_microbatch`` it was made with; another value starts without cuts.
+A cut is to half of the token budget or of the micro-batch that failed, whichever is less, for the rest of the run. It
+changes a step's numbers by rounding only, and equal cuts give equal numbers to the last bit: each cut is an event
+(``budget``), and a resumed run repeats the cuts in events.jsonl at their steps. A cut applies to the
+``batch.tokens_per_microbatch`` that it was made with; another value starts without cuts.
 
 Only an allocator's errors are caught. A process that the system kills for its memory gets no message.
 """
@@ -25,7 +25,7 @@ import pydantic
 import torch
 
 from taut.config import first_problem
-from taut.data.batching import BatchConfig
+from taut.data.settings import BatchConfig
 from taut.errors import ConfigError, OutOfMemory, OutputError
 from taut.train.distributed import Ranks
 from taut.types import Packed, Tree
@@ -52,18 +52,18 @@ class Halving(NamedTuple):
     """batch.tokens_per_microbatch at the time."""
     reason: str
     sample_ids: Sequence[str]
-    """Of the micro-batch that did not fit."""
+    """Samples of the micro-batch that did not fit."""
 
 
 @dataclass
 class Fit:
-    """The current token budget, and the largest micro-batch that fit."""
+    """The current token budget, and the largest micro-batch that has fit."""
 
     configured: int
     """batch.tokens_per_microbatch."""
     may_halve: bool = False
     recomputes: bool = False
-    """Whether layers keep their inputs only, already."""
+    """Whether layers are recomputed in the backward already."""
     tokens: int = field(init=False)
     """The current budget."""
     largest: int = field(init=False, default=0)
@@ -74,10 +74,8 @@ class Fit:
         self.tokens = self.configured
 
     def attempt(self, act: Callable[[], T], packed: Packed, trees: Sequence[Tree], where: str) -> T:
-        """The result of ``act`` on a micro-batch. Raises OutOfMemory; then only gradients of the attempt stay
-        allocated.
-
-        ``packed``: the micro-batch; ``trees``: those it was planned from; ``where``: for the message.
+        """Run ``act`` on the micro-batch ``packed``, planned from ``trees``. Raises OutOfMemory; of the attempt only
+        gradients stay allocated then. ``where``: for the message.
         """
         result = _try(act, partial(self._error, packed, trees, where))
         if torch.is_grad_enabled():  # an evaluation needs less
@@ -85,7 +83,7 @@ class Fit:
         return result
 
     def halve(self, step: int, error: OutOfMemory) -> bool:
-        """Halve the budget from ``step`` on. False where it is not allowed or does not help."""
+        """Halve the budget from ``step`` on; returns False where that is not allowed or does not help."""
         if not self.may_halve or error.half is None:
             return False
         self._ahead.append(
@@ -104,7 +102,7 @@ class Fit:
         return new
 
     def replay(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Schedule the cuts of the ``budget`` events of an earlier start, each at its step."""
+        """Schedule the cuts of earlier ``budget`` events, each at its step."""
         try:
             halvings = pydantic.TypeAdapter(list[Halving]).validate_python(
                 [{name: event.get(name) for name in Halving._fields} for event in events]
@@ -150,27 +148,25 @@ class Fit:
 def build_fit(
     config: BatchConfig, ranks: Ranks, *, one_sample: str | None, recomputes: bool
 ) -> Fit:
-    """The budget of a run. Raises ConfigError where halving cannot work.
-
-    ``one_sample``: why a micro-batch is always one sample, if it is.
+    """The token budget of a run. Raises ConfigError where halving cannot work. ``one_sample``: why each micro-batch is
+    one sample, if it is.
     """
-    if config.halve_when_out_of_memory and ranks.size > 1:
-        raise ConfigError(
-            f"batch.halve_when_out_of_memory=true and {ranks.size} ranks: one that runs out of memory leaves the "
-            "others in the middle of a collective; expected one rank; set it to false, and a smaller "
-            "batch.tokens_per_microbatch where memory runs out"
+    problem = ""
+    if ranks.size > 1:
+        problem = (
+            f"{ranks.size} ranks: one that runs out of memory leaves the others in the middle of a collective; set it "
+            "to false, and a smaller batch.tokens_per_microbatch"
         )
-    if config.halve_when_out_of_memory and one_sample is not None:
-        raise ConfigError(
-            f"batch.halve_when_out_of_memory=true and one sample at a time ({one_sample}): no budget makes a "
-            "micro-batch smaller; set it to false"
-        )
+    elif one_sample is not None:
+        problem = f"one sample at a time ({one_sample}): no budget makes a micro-batch smaller; set it to false"
+    if config.halve_when_out_of_memory and problem:
+        raise ConfigError(f"batch.halve_when_out_of_memory=true and {problem}")
     return Fit(config.tokens_per_microbatch, config.halve_when_out_of_memory, recomputes)
 
 
 def require_room(act: Callable[[], T], where: str, remedy: str | Callable[[], str]) -> T:
-    """The result of ``act``, which computes no micro-batch. Raises OutOfMemory with its memory free again. ``remedy``:
-    text, or what finds it once memory has run out.
+    """Run ``act``, which is not about one micro-batch. Raises OutOfMemory, with the memory of ``act`` free again.
+    ``remedy``: text, or a function that finds it once memory has run out.
     """
 
     def describe(requested: str) -> OutOfMemory:
@@ -181,15 +177,15 @@ def require_room(act: Callable[[], T], where: str, remedy: str | Callable[[], st
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch, numpy or Python report with this error that no memory is left."""
+    """Whether this error of torch, numpy or Python reports that no memory is left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and ALLOCATOR_ERRORS.search(str(error)) is not None
 
 
 def _try(act: Callable[[], T], describe: Callable[[str], OutOfMemory]) -> T:
-    """The result of ``act``. Where memory runs out all its memory is freed and the error of ``describe`` raised, which
-    gets the requested amount as text.
+    """Run ``act``. Where memory runs out, free its memory and raise the error that ``describe`` makes of the requested
+    amount, as text.
     """
     requested = ""
     try:

@@ -19,115 +19,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from taut.config import NotNegative, Positive, Share, changed, configclass
 from taut.errors import ConfigError
 from taut.train import distributed
-from taut.train.updates import GroupedOptimizer, StateFormat, new_state
-
-
-@configclass
-class OptimConfig:
-    """The optimizer and its schedule."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon: Muon for the matrices of the layers, AdamW for embeddings, head, norms, routers, fused experts
-    and a critic. Not with LoRA."""
-    learning_rate: Positive | None = None
-    """Peak learning rate, reached at the end of the warm-up. None: the method's default for full fine-tuning or LoRA
-    (docs/hyperparameters.md)."""
-    group_learning_rates: dict[str, Positive] = field(default_factory=dict)
-    """Peak learning rates of parts of the model, on the same schedule: vision_tower, projector, language_model, or a
-    pattern as in ``freeze``. Other parameters use ``learning_rate``.
-    """
-    weight_decay: NotNegative = 0.0
-    """Decoupled weight decay; not applied to norms and biases."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW beta1: decay rate of the mean of gradients."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """AdamW beta2: decay rate of the mean of squared gradients."""
-    eps: Positive = 1e-8
-    """AdamW epsilon."""
-    state: StateFormat = "float32"
-    """Format of the optimizer's moments between steps: float32, or to save memory bf16 (stochastic rounding) or int8
-    (blocks with a scale)."""
-    muon_learning_rate: Positive | None = None
-    """Muon's peak learning rate. None: ``learning_rate``; Muon's update is scaled to the size of AdamW's."""
-    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Muon's momentum (Nesterov)."""
-    muon_ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
-    """Newton-Schulz steps with which Muon orthogonalises an update."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Learning-rate schedule after the warm-up."""
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """Linear warm-up steps; excludes ``warmup_ratio``."""
-    warmup_ratio: Share | None = None
-    """Linear warm-up as a fraction of all steps, rounded up; 0.03 if neither is set."""
-    min_learning_rate_ratio: Share = 0.0
-    """Final learning rate as a fraction of ``learning_rate``."""
-    clip_grad_norm: Positive | None = 1.0
-    """Maximum gradient norm; a larger gradient is scaled down to it. PPO clips policy and critic separately. None: no
-    clipping.
-    """
-
-    def __post_init__(self) -> None:
-        if self.name != "muon":
-            for key in changed(self, ("muon_learning_rate", "muon_momentum", "muon_ns_steps")):
-                raise ConfigError(
-                    f"optim.{key}={getattr(self, key)} is a setting of Muon, and optim.name={self.name}; expected "
-                    "optim.name=muon; set that, or leave it out"
-                )
-        if self.schedule == "constant" and self.min_learning_rate_ratio:
-            raise ConfigError(
-                f"optim.min_learning_rate_ratio={self.min_learning_rate_ratio:g} is where a decay ends, and "
-                "optim.schedule=constant has none; expected linear or cosine; set that, or leave it out"
-            )
-        if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ConfigError(
-                f"optim.warmup_steps={self.warmup_steps} and "
-                f"optim.warmup_ratio={self.warmup_ratio} are both "
-                "set; keep one"
-            )
-
-
-class DefaultRates(NamedTuple):
-    """A method's default peak learning rates."""
-
-    full: float
-    """For full fine-tuning."""
-    lora: float
-    """For LoRA."""
-    sources: str
-    """Their origin, for the documentation."""
+from taut.train.settings import OptimConfig, Pace
+from taut.train.updates import GroupedOptimizer, new_state
 
 
 class Rate(NamedTuple):
-    """A parameter's own learning rate."""
+    """Learning rate of some parameters."""
 
     name: str
-    """The part or pattern it is set for, as the user wrote it."""
+    """The part or pattern as the user wrote it."""
     highest: float
 
 
-class Pace(NamedTuple):
-    """The learning rate of a part of the model relative to the rest."""
-
-    part: str
-    """Its name, which its parameters' names begin with, before a dot."""
-    ratio: float = 1.0
-    """Its learning rate divided by the others'."""
-    head_start: int = 0
-    """Steps in which it trains alone."""
-
-
 def highest(config: OptimConfig) -> float:
-    """The peak learning rate of a configuration in which it is set (``RunConfig.resolved_optim``)."""
+    """Peak learning rate of a resolved configuration (``RunConfig.resolved_optim``)."""
     assert config.learning_rate is not None, (
         "optim.learning_rate is unset: use RunConfig.resolved_optim"
     )
@@ -135,7 +47,7 @@ def highest(config: OptimConfig) -> float:
 
 
 def learning_rate(step: int, total: int, config: OptimConfig) -> float:
-    """The rate of ``step`` (from 1) of ``total``."""
+    """Learning rate of ``step``, counted from 1, of ``total``."""
     assert step >= 1, f"steps count from 1, got {step}"
     rate, warmup = highest(config), config.warmup_steps
     if warmup is None:
@@ -159,16 +71,27 @@ def build_optimizer(
     rates: Mapping[str, Rate] | None = None,
     layers: nn.Module | None = None,
 ) -> torch.optim.AdamW:
-    """The optimizer of the trainable parameters, fused where the device has a fused kernel. ``layers``: those with the
-    matrices for Muon.
+    """Build the optimizer of the trainable parameters, fused where the device has a fused kernel. ``layers``: the
+    module whose matrices Muon updates.
 
-    The parameters are in groups with and without weight decay; separate ones for the part with its own pace, for each
-    of ``rates`` (parameter -> its rate), for Muon, and for what is sharded. A tied parameter is listed once. The
-    optimizer's state is created here, as AdamW itself would at the first step, so that every checkpoint has the same
-    tensors.
+    Parameters are grouped by weight decay, by part with its own pace, by rate (``rates``: parameter -> its rate), by
+    update rule and by sharding. A tied parameter is listed once. The optimizer's state is created here, as AdamW itself
+    would at the first step, so that every checkpoint has the same tensors.
     """
+    # sort the parameters into groups
     usual, rates, pace = Rate("", highest(config)), rates or {}, pace or Pace("")
-    matrices = _matrices(layers) if config.name == "muon" and layers is not None else set()
+    # Muon updates weights of linear modules, but no norms, routers or adapters
+    candidates = layers.named_parameters() if config.name == "muon" and layers is not None else ()
+    matrices = {
+        id(parameter)
+        for name, parameter in candidates
+        if parameter.ndim == 2
+        and "lora_" not in name
+        and not any(
+            "norm" in part or "router" in part or part.endswith("gate")
+            for part in name.lower().split(".")
+        )
+    }
     listed: dict[tuple[bool, Rate, bool, str, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -181,13 +104,18 @@ def build_optimizer(
             placement, is_muon = distributed.placement_of(parameter), id(parameter) in matrices
             key = (is_apart, rates.get(name, usual), is_exempt, placement, is_muon)
             listed.setdefault(key, []).append(parameter)
+    problem = ""
     if not listed:
-        raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")
-    if config.name == "muon" and not any(is_muon for *_, is_muon in listed):
-        raise ConfigError(
+        problem = "no parameter is left to train; freeze fewer, or set lora.rank"
+    elif config.name == "muon" and not any(is_muon for *_, is_muon in listed):
+        problem = (
             "optim.name=muon, and no matrix of a layer is trained (adapters are not, for Muon); expected one; set "
             "optim.name=adamw"
         )
+    if problem:
+        raise ConfigError(problem)
+
+    # the settings of each group
     groups = []
     for (is_apart, rate, is_exempt, _, is_muon), params in sorted(
         listed.items(), key=lambda item: item[0]
@@ -209,6 +137,8 @@ def build_optimizer(
                 "ns_steps": config.muon_ns_steps,
             }
         )
+
+    # the optimizer, with its state
     optimizer = optimizer_type(config)(
         groups,
         lr=highest(config),
@@ -225,29 +155,15 @@ def build_optimizer(
 
 
 def optimizer_type(config: OptimConfig) -> type[torch.optim.AdamW]:
-    """PyTorch's own AdamW where it does what is asked for."""
+    """PyTorch's AdamW for float32 moments without Muon; else ours."""
     is_plain = config.name == "adamw" and config.state == "float32"
     return torch.optim.AdamW if is_plain else GroupedOptimizer
-
-
-def _matrices(layers: nn.Module) -> set[int]:
-    """The ids of the parameters for Muon: weights of linear modules, but no norms, routers or adapters."""
-    return {
-        id(parameter)
-        for name, parameter in layers.named_parameters()
-        if parameter.ndim == 2
-        and "lora_" not in name
-        and not any(
-            "norm" in part or "router" in part or part.endswith("gate")
-            for part in name.lower().split(".")
-        )
-    }
 
 
 def state_sizes(
     model: nn.Module, config: OptimConfig, layers: nn.Module | None
 ) -> dict[Tensor, int]:
-    """The bytes of the optimizer's state of each parameter that trains; the model may be on the meta device."""
+    """Trainable parameter -> bytes of its optimizer state. The model may be on the meta device."""
     optimizer = build_optimizer(model, config, layers=layers)
     return {
         parameter: sum(value.nbytes for key, value in state.items() if key != "step")
@@ -258,7 +174,7 @@ def state_sizes(
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, rate: float, step: int | None = None
 ) -> None:
-    """Set the rate of the next update in every group. ``step``: of that update; None: after any head start."""
+    """Set the learning rate of the next update in every group. ``step``: of that update; None: after a head start."""
     for group in optimizer.param_groups:
         is_waiting = step is not None and step <= group["waits"]
         group["lr"] = 0.0 if is_waiting else rate * group["ratio"]
@@ -274,8 +190,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, Tensor]:
     """Scale the gradient down to ``max_norm``, separately for a part with its own pace.
 
-    Returns ``grad_norm``, the norm of the whole before clipping, and ``grad_norm/critic``, that of the part; on the
-    device.
+    Returns norms before clipping, on the device: ``grad_norm`` of all parameters, ``grad_norm/critic`` of the part.
     """
     norms = {
         part: distributed.clip_gradients(params, max_norm)
@@ -289,7 +204,7 @@ def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, 
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, list[nn.Parameter]]:
-    """The parameters whose gradients are clipped together, by part; the main part's name is empty."""
+    """Part -> parameters whose gradients are clipped together; the main part's name is empty."""
     params_by_part: dict[str, list[nn.Parameter]] = {}
     for group in optimizer.param_groups:
         params_by_part.setdefault(group["part"], []).extend(group["params"])

@@ -1,7 +1,7 @@
-"""The state of a process's global random generators: Python's, numpy's, torch's on CPU and GPU, as JSON.
+"""The state of the global random generators of a process, as JSON: Python's, numpy's, torch's on CPU and GPU.
 
-Data order, adapters, noise and sampling use their own generators, keyed by the seed (data/order.py, models/noise.py,
-inference/engine.py); the global ones matter to a model's own code or a user's reward.
+Data order, adapters, noise and sampling have generators of their own, keyed by the seed (data/order.py,
+models/noise.py, inference/engine.py). The global ones matter to code of a model or of a user's reward.
 """
 
 from __future__ import annotations

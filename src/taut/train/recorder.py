@@ -1,26 +1,27 @@
-"""The recorder: the tokens of some samples as they were trained on, and every rollout, in tables under ``out``.
+"""The recorder: tokens of some samples as they were trained on, and every rollout, in tables under ``out``.
 
-    out/tokens/rank-00000/     samples of some steps, token by token: logprob, weight, advantage, ratio, entropy
-    out/tokens/vocabulary.parquet   the bytes of every token id, so that nothing that reads them needs the tokenizer
-    out/rollouts/              every trajectory (taut/rl/records.py)
+    out/tokens/rank-00000/          samples of some steps, token by token: logprob, weight, advantage, ratio, entropy
+    out/tokens/vocabulary.parquet   the bytes of every token id, so that readers need no tokenizer
+    out/rollouts/                   every trajectory (taut/rl/records.py)
 
-Sinks that show samples get texts of some of these.
+Sinks that show samples get the texts of some.
 
-Tokens are recorded of the first step, every ``log.tokens.every`` steps, of the last step, and of every step in which a
-monitor warns or stops the run: half of the samples are those with the highest mean -logprob, the others are drawn. They
-are what the step computed anyway; nothing is run for them. Each rank records the samples that it scored.
+Tokens are recorded in the first step, every ``log.tokens.every`` steps, in the last step, and in every step in which a
+monitor warns or stops the run. Half of the samples are those with the highest mean -logprob, the others are drawn.
+Only numbers that the step has computed anyway are recorded. Each rank records the samples that it scored.
 
-As ``log.tokens.max_mib`` fills, steps are recorded more seldom: half of what is left of it holds twice as many steps as
-the half before, so that a run of any length stays below it.
+As ``log.tokens.max_mib`` fills, steps are recorded less often: whenever half of the space left is used, the interval
+doubles, so that a run of any length stays below the limit.
 
-The tables survive a kill (taut/io/tables.py), and a resume drops what was recorded after the step that it goes on from.
+The tables survive a kill (taut/io/tables.py). A resume drops what was recorded after the step from which it continues.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,22 +32,22 @@ from torch import Tensor
 
 from taut.errors import OutputError
 from taut.train.distributed import Ranks
-from taut.train.log import LogConfig
 from taut.train.log.events import Event
 from taut.train.log.samples import ShownSample
 from taut.train.run_dir import ROLLOUTS, TOKENS, VOCABULARY
-from taut.types import Packed, Sample, Scores, to_host
+from taut.train.settings import LogConfig
+from taut.types import Packed, to_host
 
 if TYPE_CHECKING:  # pyarrow takes long to import
     import pyarrow
 
     from taut.io.tables import TableWriter
-    from taut.train.trainer import Scored, StepReport, Trainer
+    from taut.train.trainer import StepReport, Trainer
 
 LEVELS = 10
-"""How often the steps between two records double before nothing more is recorded."""
+"""Number of times that the interval doubles before nothing more is recorded."""
 SHARERS = 8
-"""Samples that are named as having a prefix in common with one."""
+"""Most samples that are named as sharing a prefix with one."""
 MIB, GIB = 2**20, 2**30
 
 
@@ -55,15 +56,15 @@ class Chosen(NamedTuple):
 
     sample_id: str
     why: str
-    """worst, random, or what the warning is called."""
+    """worst, random, or the name of a warning."""
 
 
 @dataclass
 class Recorder:
-    """Records tokens and rollouts. Until ``open`` is called, and where nothing is asked for, it does nothing.
+    """Records tokens and rollouts, after ``open`` and where the configuration asks for it.
 
-    The loop shows it each step before the monitors see it (``look``), and as a sink it gets all events: warnings are
-    among them. What it cannot write is reported once, and nothing more is recorded then.
+    The loop calls ``look`` with each step before the monitors see it. As a sink it gets all events, with the
+    warnings. The first failure to write is reported and ends the recording.
     """
 
     config: LogConfig = field(default_factory=LogConfig)
@@ -71,19 +72,19 @@ class Recorder:
     ranks: Ranks = Ranks(0, 1, torch.device("cpu"))  # noqa: RUF009 (it is frozen)
     emit: Callable[..., None] = lambda *_, **__: None
     out: Path | None = field(default=None, init=False)
-    """None: it is not open, or no longer."""
+    """The directory while it is open; else None."""
     _tables: dict[str, TableWriter] = field(default_factory=dict, init=False)
-    """Those that this process has written to, by their place in ``out``."""
+    """Place in ``out`` -> table that this process writes."""
     _current: tuple[StepReport, Trainer] | None = field(default=None, init=False)
-    """The step that has been looked at, until it is over."""
+    """The step that is in progress."""
     _recorded: set[str] = field(default_factory=set, init=False)
-    """Its samples that are recorded."""
+    """Ids of the samples of the current step that are recorded."""
     _is_full: bool = field(default=False, init=False)
-    """Whether no more rollouts are recorded for want of space."""
+    """Whether rollouts have reached log.rollouts.max_gib."""
     _show: Callable[[int, Iterable[ShownSample]], None] = field(default=lambda *_: None, init=False)
     _vocabulary: Sequence[bytes] = field(default=(), init=False)
     _warned: dict[int, str] = field(default_factory=dict, init=False)
-    """Steps of which a warning came before they were looked at -> its name."""
+    """Step -> name of a warning that came before ``look``."""
 
     def open(
         self,
@@ -92,13 +93,16 @@ class Recorder:
         from_step: int | None,
         show: Callable[[int, Iterable[ShownSample]], None] = lambda *_: None,
     ) -> None:
-        """Record in ``out``; every rank calls it. ``vocabulary``: gives the bytes of each token, and is asked
-        by the rank that writes, where something is recorded. ``from_step``: the step from which a run goes on, after
-        which nothing stands; None for one that begins. ``show``: gets texts of samples.
+        """Record in ``out``. Every rank calls it.
+
+        ``vocabulary``: gives the bytes of each token; called on the writer, if anything is recorded. ``from_step``: the
+        step from which a resumed run continues, after which records are dropped; None for a new run. ``show``: called
+        with texts of samples.
         """
         from taut.io import tables
 
         self.out, self._show = out, show
+        # the writer drops what a resume takes back, and writes the vocabulary
         if not self.ranks.is_writer:
             return
         if from_step is not None:
@@ -108,7 +112,7 @@ class Recorder:
                 tables.drop_from(out / ROLLOUTS, from_step + 2)
         if self.records_tokens or self.records_rollouts:
             path, self._vocabulary = out / TOKENS / VOCABULARY, vocabulary()
-            with tables.writing_to(path.parent):
+            with self._recording(), tables.writing_to(path.parent):
                 path.parent.mkdir(exist_ok=True)
                 tables.write_column(path, "bytes", self._vocabulary)
 
@@ -122,25 +126,27 @@ class Recorder:
 
     def sync(self) -> None:
         """Force what is recorded to the disk."""
-        for table in self._tables.values():
-            table.sync()
+        with self._recording():
+            for table in self._tables.values():
+                table.sync()
 
     def close(self) -> None:
         """Seal the tables."""
         for table in self._tables.values():
-            table.close()
+            with suppress(OutputError):  # the newest part stays a stream, which is read as well
+                table.close()
 
-    # -- what it is told
+    # -- called by the loop, the log and rollouts
 
     def look(self, report: StepReport, trainer: Trainer) -> None:
-        """Keep a step until it is over, and record it if it is its turn."""
+        """Begin a step, and record it if it is due."""
         self._current, self._recorded = (report, trainer), set()
         warning = self._warned.pop(report.step, None)
         if warning is not None or self._is_due(report.step, trainer.num_steps):
             self._record_step(warning)
 
     def __call__(self, event: Event) -> None:
-        """A sink: a warning has the step recorded that it is about."""
+        """Take an event, as a sink: record the step that a warning is about."""
         match event:
             case {"kind": "warning", "name": str(name), "step": int(step)}:
                 if self._current is not None and self._current[0].step == step:
@@ -155,7 +161,7 @@ class Recorder:
     def add_rollouts(
         self, step: int, schema: pyarrow.Schema, rows: Callable[[], Sequence[Mapping[str, Any]]]
     ) -> None:
-        """Record the rollouts of a step, in place of any that are recorded of it; called by every rank."""
+        """Record the rollouts of a step, replacing earlier ones of the step. Every rank calls it."""
         if not self.records_rollouts:
             return
         assert self.out is not None
@@ -163,7 +169,8 @@ class Recorder:
         if ROLLOUTS not in self._tables:
             from taut.io import tables
 
-            tables.drop_from(place, step)
+            with self._recording():
+                tables.drop_from(place, step)
         elif self._tables[ROLLOUTS].num_bytes >= limit * GIB:
             if not self._is_full:
                 self._is_full = True
@@ -185,7 +192,7 @@ class Recorder:
         return step in (1, num_steps) or (every > 0 and step % every == 0)
 
     def _level(self) -> int:
-        """How often the steps between two records have doubled: each time half of the space that was left is used."""
+        """How often the interval has doubled: once each time half of the space left was used."""
         table = self._tables.get(self._place)
         free = 1 - (table.num_bytes if table else 0) / (self.config.tokens.max_mib * MIB)
         return LEVELS if free <= 0.5**LEVELS else int(-math.log2(free))
@@ -195,9 +202,10 @@ class Recorder:
         return f"{TOKENS}/rank-{self.ranks.rank:05}"
 
     def _record_step(self, warning: str | None, named: Sequence[str] = ()) -> None:
-        """Record samples of the current step that are not recorded yet. ``named``: those that a warning names."""
+        """Record samples of the current step, unless they are recorded. ``named``: samples that a warning names."""
         if not self.records_tokens or self._current is None or self._level() == LEVELS:
             return
+        # samples by loss and by chance, after those that a warning names
         report, trainer = self._current
         chosen = choose(report, self.config.tokens.samples, self.seed)
         if warning is not None:
@@ -219,18 +227,25 @@ class Recorder:
     ) -> None:
         from taut.io.tables import TableWriter
 
-        assert self.out is not None
-        try:
+        if self.out is None:  # it could not be written just now
+            return
+        with self._recording():
             if place not in self._tables:
                 self._tables[place] = TableWriter(self.out / place, schema)
             self._tables[place].append(rows)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Report a failure to write, e.g. on a full disk, as a warning, and end the recording."""
+        try:
+            yield
         except OutputError as error:
-            self.out = None
+            self.out, self._tables = None, {}
             self.emit("warning", name="record", detail=f"nothing more is recorded: {error}")
 
 
 def choose(report: StepReport, count: int, seed: int) -> list[Chosen]:
-    """The samples of a step to record: half with the highest mean -logprob, others drawn; the same on every rank."""
+    """Choose the samples of a step to record, half by the highest mean -logprob, half drawn; the same on all ranks."""
     ids = list(dict.fromkeys(report.sample_ids))
     ranked = sorted(report.nll, key=lambda sample_id: -report.nll[sample_id])
     worst = ranked[: count - count // 2]
@@ -243,7 +258,7 @@ def choose(report: StepReport, count: int, seed: int) -> list[Chosen]:
 
 
 def token_schema() -> pyarrow.Schema:
-    """The columns of out/tokens: a row is a sample in a step."""
+    """Columns of out/tokens; a row is a sample in a step."""
     import pyarrow as pa
 
     numbers, places = pa.list_(pa.float32()), pa.list_(pa.int32())
@@ -273,14 +288,21 @@ def token_schema() -> pyarrow.Schema:
 def token_rows(
     report: StepReport, trainer: Trainer, why: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """A row for each of these samples (id -> why) that this rank has scored. Reads their scores from the device."""
+    """A row for each of the samples ``why`` (id -> reason) that this rank has scored, read from the device."""
     samples = {sample.id: sample for tree in report.trees for sample in tree.samples}
     rows = []
     for scored in report.scored:
         wanted = [row for row, i in enumerate(scored.packed.sample_ids) if i in why]
         if not wanted:
             continue
-        packed, scores = _on_host(scored)
+        # the micro-batch and its scores, read from the device at once
+        packed, scores = scored
+        names = [name for name, value in scores._asdict().items() if isinstance(value, Tensor)]
+        read = to_host([getattr(scores, name) for name in names] + list(packed.streams.values()))
+        of_packed = dict(zip(packed.streams, read[len(names) :], strict=True))
+        packed = replace(packed, streams=of_packed)
+        scores = scores._replace(**dict(zip(names, read, strict=False)))
+        # a row for each sample
         streams = {
             name: value
             for name, value in packed.streams.items()
@@ -306,14 +328,17 @@ def token_rows(
                     "values": list(sample.values.items()),
                     "num_shared": num_shared,
                     "shared_with": shared_with,
-                    "pictures": _pictures(sample),
+                    "pictures": [
+                        {"start": media.start, "stop": media.stop, "file": media.picture.source}
+                        for media in sample.media
+                    ],
                 }
             )
     return rows
 
 
 def shown_tokens(row: Mapping[str, Any], vocabulary: Sequence[bytes]) -> ShownSample:
-    """A row of out/tokens as texts: what stands before the first target, and the rest."""
+    """A row of out/tokens as texts: the tokens before the first target, and the rest."""
     ids_T, first = row["ids_T"], min(row["target_at_N"], default=len(row["ids_T"]))
     prompt, answer = (
         b"".join(vocabulary[i] for i in part).decode("utf-8", "replace")
@@ -355,35 +380,20 @@ def _part(value: Tensor | None, where: Tensor) -> Any:
     return value[where].float().numpy()
 
 
-def _on_host(scored: Scored) -> tuple[Packed, Scores]:
-    """A micro-batch and its scores in host memory, read from the device at once."""
-    packed, scores = scored
-    names = [name for name, value in scores._asdict().items() if isinstance(value, Tensor)]
-    found = [getattr(scores, name) for name in names] + list(packed.streams.values())
-    read = to_host(found)
-    streams = dict(zip(packed.streams, read[len(names) :], strict=True))
-    return replace(packed, streams=streams), scores._replace(**dict(zip(names, read, strict=False)))
-
-
 def _shared(packed: Packed, row: int) -> tuple[int, list[str]]:
-    """How many leading tokens of a sample lie in prefixes of other samples too, and the first of these samples."""
+    """Number of leading tokens that a sample shares with others, and the first of these samples."""
     if packed.spans or packed.num_samples == 1:
         return 0, []
+    # the path of the sample: the tokens that its last one sees
     last_S = torch.zeros(packed.num_samples, dtype=torch.int64)
     last_S.scatter_reduce_(0, packed.row_R, packed.read_R, "amax")
     leaf = int(last_S[row])
     before = torch.arange(leaf + 1)
     path = before[packed.reach_T[: leaf + 1] > leaf]
+    # which samples see each token of the path
     sees = (last_S[None, :] >= path[:, None]) & (last_S[None, :] < packed.reach_T[path][:, None])
     num_shared = int((sees.sum(1) > 1).sum())
     if not num_shared:
         return 0, []
     others = [index for index in sees[num_shared - 1].nonzero().flatten().tolist() if index != row]
     return num_shared, [packed.sample_ids[index] for index in others[:SHARERS]]
-
-
-def _pictures(sample: Sample) -> list[dict[str, Any]]:
-    return [
-        {"start": media.start, "stop": media.stop, "file": media.picture.source}
-        for media in sample.media
-    ]

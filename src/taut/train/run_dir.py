@@ -5,13 +5,13 @@
     out/checkpoints/     training state: step-000200/ and so on, and ``latest``, a text file with the newest one's name
     out/model/           the result in Hugging Face format; with LoRA also out/adapter/, or that alone
     out/best/            the best model so far, with eval.best
-    out/tokens/          what tokens of some samples were trained with (taut/train/recorder.py)
-    out/rollouts/        every trajectory that was sampled
-    out/report_id        what reports outside of ``out`` know the run by
+    out/tokens/          recorded tokens of some samples (taut/train/recorder.py)
+    out/rollouts/        recorded trajectories
+    out/report_id        id of the run in reports outside of ``out``
     out/.lock            locked by the kernel while a process writes to the run
 
 ``require_usable`` only reads, so that it can run before anything is loaded; ``claim`` writes. A checkpoint with its
-final name is complete: it is written under another and renamed (taut/train/checkpoint.py).
+final name is complete, since it is written under another name and renamed (taut/train/checkpoint.py).
 
 No torch here.
 """
@@ -36,7 +36,7 @@ import pydantic
 from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
-from taut.config import configclass, first_problem, home_path
+from taut.config import first_problem, home_path
 from taut.errors import OutputError, redacted_in
 from taut.io import files
 
@@ -49,86 +49,100 @@ LATEST = "latest"
 META = "meta.json"
 """In a checkpoint: everything but the tensors."""
 MODEL, ADAPTER, BEST, CRITIC = "model", "adapter", "best", "critic"
+BEST_FILE = "best.json"
 TOKENS, ROLLOUTS = "tokens", "rollouts"
 VOCABULARY = "vocabulary.parquet"
 """In out/tokens: the bytes of each token, in the order of their ids."""
+FINISHED = ("finished", "learned_nothing")
+"""Outcomes of a complete run, whose model is saved."""
 REPORT_ID = "report_id"
-"""In ``out``: what Weights & Biases, trackio and others know the run by, the same for every process that resumes it."""
+"""In ``out``: the id of the run in Weights & Biases, trackio and others, however often it is resumed."""
 LOCK = ".lock"
-LOOK, LOOKS = 0.01, 10
-"""Seconds that ``owner`` may hold the lock, and how often ``Lock`` waits that long."""
+WAIT, NUM_WAITS = 0.01, 10
+"""Seconds that ``Lock`` waits for a reader (``owner``), and how often."""
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
 """The system's errors where another process has the lock."""
 WRITTEN = (
     *(MODEL, ADAPTER, BEST, CRITIC, CHECKPOINTS, TOKENS, ROLLOUTS, EVENTS),
     *("tensorboard", "wandb", REPORT_ID, MARK),
 )
-"""The files of a run, which ``overwrite`` removes: the mark last, so that after a kill the rest is still a run."""
-
-
-@configclass
-class SaveConfig:
-    """The model that a run saves at its end."""
-
-    merged: bool = True
-    """Merge a LoRA adapter and save the full model in out/model, next to the adapter in out/adapter. false: save only
-    the adapter, in out/adapter (and out/best); `taut merge` merges it later."""
-
-    @property
-    def result(self) -> str:
-        """The directory of a finished run's result in ``out``."""
-        return MODEL if self.merged else ADAPTER
+"""Files of a run, which ``overwrite`` removes; the mark last, so that after a kill the rest is still a run."""
 
 
 def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence[str] = ()) -> None:
     """Raise OutputError unless the run may be written to ``out``. Writes nothing.
 
-    ``inputs``: paths that the run reads; overwriting must not delete them.
+    ``inputs``: paths that the run reads, which overwriting must not delete.
     """
-    if resume and overwrite:
-        raise OutputError("resume=true and overwrite=true contradict each other; keep one")
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"out={out} is a file; expected a directory; name another")
+    # a directory that can be made or written
     place = out.absolute()
     while not place.exists():
         place = place.parent
-    if not place.is_dir():
-        raise OutputError(f"out={out} cannot be made: {place} is a file; name another directory")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise OutputError(f"out={out} cannot be written: no permission in {place}; name another")
+    problem = ""
+    if resume and overwrite:
+        problem = "resume=true and overwrite=true contradict each other; keep one"
+    elif out.exists() and not out.is_dir():
+        problem = f"out={out} is a file; expected a directory; name another"
+    elif not place.is_dir():
+        problem = f"out={out} cannot be made: {place} is a file; name another directory"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        problem = f"out={out} cannot be written: no permission in {place}; name another"
+    if problem:
+        raise OutputError(problem)
+    if not overwrite:
+        require_no_links(out)
+
+    # an empty one, but for leftovers of a run that was killed at its start
     if not out.is_dir() or all(
-        path.name == LOCK or files.is_leftover(path, WRITTEN)  # of a run killed at its start
-        for path in out.iterdir()
+        path.name == LOCK or files.is_leftover(path, WRITTEN) for path in out.iterdir()
     ):
         return
-    if (overwrite or resume) and not (out / MARK).is_file():
-        raise OutputError(
-            f"out={out} holds files that are not a taut run (no {MARK}); "
-            f"{'overwrite=true deletes' if overwrite else 'resume=true goes on with'} only runs; "
-            "name another directory"
-        )
-    for path in inputs if overwrite else ():
-        input_path, whole = home_path(path).resolve(), out.resolve()
-        if any(input_path == whole or input_path.is_relative_to(whole / name) for name in WRITTEN):
-            raise OutputError(
-                f"overwrite=true would delete {path}, which this run reads and which lies in out={out}; "
-                "name another out"
-            )
+
+    # a run, to resume or to overwrite, which deletes nothing that it reads
+    whole = out.resolve()
+    removed = [whole / name for name in WRITTEN]
+    lost = [
+        path
+        for path in (inputs if overwrite else ())
+        if (read := home_path(path).resolve()) == whole or any(map(read.is_relative_to, removed))
+    ]
     if not (resume or overwrite):
-        raise OutputError(
+        problem = (
             f"out={out} exists and is not empty; name another directory, or say resume=true to go on or "
             "overwrite=true to replace it"
+        )
+    elif not (out / MARK).is_file():
+        takes = "overwrite=true deletes" if overwrite else "resume=true goes on with"
+        problem = f"out={out} holds files that are not a taut run (no {MARK}); {takes} only runs; name another"
+    elif lost:
+        problem = f"overwrite=true would delete {lost[0]}, which this run reads, in out={out}; name another out"
+    if problem:
+        raise OutputError(problem)
+
+
+def require_no_links(out: Path, names: Sequence[str] = WRITTEN) -> None:
+    """Raise OutputError where one of the named files in ``out`` is a link that leads out of it: its target must not be
+    read, written or removed.
+    """
+    if link := next((one for name in names for one in files.links_out(out / name, out)), None):
+        raise OutputError(
+            f"{link} is a link to {os.path.realpath(link)}, outside of {out}; expected a file of its own; move it there"
         )
 
 
 def claim(out: Path, resolved: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Create the directory, remove an overwritten run's files, and write the resolved configuration."""
+    """Create the directory, remove an overwritten run's files, and write resolved.json, without secrets; its field
+    ``redacted`` lists the keys that had some."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         files.clear_leftovers(out, WRITTEN)
         for name in WRITTEN if overwrite else ():
             _remove(out / name)
-        files.write_text(out / MARK, json.dumps(resolved, indent=1) + "\n")
+        before = json.loads(json.dumps(dict(dotted(resolved.get("config", {})))))
+        after, content = redacted_in(before), redacted_in(dict(resolved))
+        if hidden := [key for key in after if before[key] != after[key]]:
+            content["redacted"] = hidden
+        files.write_text(out / MARK, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise OutputError(
             f"out={out} cannot be written: {error.strerror}; see to that, or name another"
@@ -141,23 +155,24 @@ def _is_date(text: str) -> str:
 
 
 class _Identity(TypedDict):
-    """The fields that a resume reads."""
+    """Fields of an identity that a resume reads."""
 
     __pydantic_config__ = pydantic.ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way
     config: dict[str, Any]
 
 
 class _Resolved(TypedDict, total=False):
-    """The fields of resolved.json that are read back by key. taut resume checks ``method`` and ``config``."""
+    """Fields of resolved.json that are read back by key; ``taut resume`` checks ``method`` and ``config``."""
 
     __pydantic_config__ = pydantic.ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way
     num_steps: Annotated[int, Field(ge=0)]
     day: Annotated[str, AfterValidator(_is_date)]
     identity: _Identity
+    redacted: list[str]
 
 
 def read_resolved(out: Path) -> dict[str, Any]:
-    """The content of resolved.json. Raises OutputError where ``out`` is no run, or the file cannot be read."""
+    """Read resolved.json. Raises OutputError where ``out`` is no run, or the file cannot be read."""
     path = out / MARK
     content: Any
     try:
@@ -185,13 +200,13 @@ def read_resolved(out: Path) -> dict[str, Any]:
 
 
 def read_settings(out: Path) -> dict[str, Any]:
-    """The configuration of the run by dotted key, secrets hidden, as reports outside of ``out`` show it."""
+    """The configuration of the run by dotted key, without secrets, for reports outside of ``out``."""
     settings: dict[str, Any] = redacted_in(dict(dotted(read_resolved(out).get("config", {}))))
     return settings
 
 
 def dotted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a tree of settings by dotted key."""
+    """The settings in a tree by dotted key."""
     for key, value in config.items():
         if isinstance(value, dict) and value:
             yield from dotted(value, f"{prefix}{key}.")
@@ -200,7 +215,7 @@ def dotted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def report_id(out: Path) -> str:
-    """The id of the run in reports outside of ``out``; drawn when it is first asked for."""
+    """The id of the run in reports outside of ``out``, drawn at the first call."""
     path = out / REPORT_ID
     try:
         if not path.exists():
@@ -223,7 +238,7 @@ class Lock:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.trouble: str | None = None
-        """Why the lock does not work, if it does not: not every file system can lock."""
+        """Why the lock does not work: not every file system can lock. None: it works."""
         self._file: IO[str] | None = None
 
     @property
@@ -231,7 +246,7 @@ class Lock:
         return self._file is not None
 
     def take(self) -> None:
-        """Take the lock unless this process has it. Raises OutputError where another process has it."""
+        """Take the lock, unless this process has it. Raises OutputError if another process has it."""
         if self.is_taken:
             return
         try:
@@ -272,7 +287,7 @@ class Lock:
 
 
 def owner(out: Path) -> str | None:
-    """The process that is writing to the run, as ``process 12 on host``; None: there is none."""
+    """The process that writes to the run, as ``process 12 on host``; None without one."""
     try:
         file = os.fdopen(files.open_descriptor(out / LOCK, os.O_RDONLY), encoding="utf-8")
     except OSError:
@@ -298,15 +313,15 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _lock(file: IO[str]) -> None:
-    """Lock a file exclusively, waiting for a reader (``owner``)."""
-    for left in reversed(range(LOOKS)):
+    """Lock a file exclusively, after waiting for readers (``owner``)."""
+    for left in reversed(range(NUM_WAITS)):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except OSError as error:
             if error.errno not in HELD or not left:
                 raise
-        time.sleep(LOOK)
+        time.sleep(WAIT)
 
 
 def _write_owner(file: IO[str], text: str) -> None:

@@ -55,7 +55,7 @@ from taut.train.distributed import Ranks, local
 
 
 class NotData(ValueError):
-    """A pickle that does more than describe data, or is damaged."""
+    """A pickle that is damaged, or does more than describe data."""
 
 
 class Name(NamedTuple):
@@ -70,7 +70,7 @@ class Name(NamedTuple):
 
 @dataclass(eq=False)
 class Record:
-    """What a pickle would construct (NEWOBJ), call (REDUCE) or load by an id (BINPERSID, without a name)."""
+    """An object that a pickle would construct (NEWOBJ), call (REDUCE) or load by an id (BINPERSID, without a name)."""
 
     name: Name | None
     arguments: Any
@@ -85,19 +85,19 @@ METADATA = "torch.distributed.checkpoint.metadata"
 """The module of most classes in an index."""
 TENSOR = Name("torch._utils", "_rebuild_tensor_v2")
 TENSOR_OF_DTYPE = Name("torch._utils", "_rebuild_tensor_v3")
-"""The functions that torch.save names to rebuild a tensor; the second for dtypes that have no storage class."""
+"""Functions that torch.save names to rebuild a tensor; the second for dtypes without a storage class."""
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 STORAGE_DTYPES = {f"torch.{name}": dtype for dtype, name in _dtype_to_storage_type_map().items()}
 SMALL_INDEX = 2**16
-"""Bytes that an index may always have. A longer one must not be longer than the tensors it lists."""
+"""Bytes that an index may have in any case; a longer one must not be longer than the tensors that it lists."""
 DESCRIPTION_LIMIT = 2**16
 """Largest pickle of one tensor's description, in bytes. torch.save writes about 150."""
 LARGEST = 2**62
-"""Above any size or offset; the sum of two fits into 64 bits."""
+"""Limit of sizes and offsets; the sum of two fits into 64 bits."""
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """The tensors that training changes: trained weights, buffers, the optimizer's moments. Live, not copied."""
+    """Tensors that training changes: trained weights, buffers, optimizer state. They are not copied."""
     tensors = model.state_dict()  # under FSDP this also puts the shards in place
     everything = dict(model.named_parameters(remove_duplicate=False))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -110,7 +110,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def num_bytes(state: State) -> int:
-    """The bytes of this rank's shards."""
+    """Bytes of this rank's shards."""
     return sum(local(tensor).nbytes for tensor in state.values())
 
 
@@ -130,7 +130,7 @@ def stage(state: State, buffers: State) -> None:
 
 
 def write(state: State, directory: Path, ranks: Ranks) -> None:
-    """Write every rank's shards. Raises OSError on all ranks if one fails."""
+    """Write the shards of every rank. Raises OSError on all ranks if one fails."""
     writer = _Writer(directory, sync_files=True)
     try:
         _save_state_dict(
@@ -141,9 +141,9 @@ def write(state: State, directory: Path, ranks: Ranks) -> None:
 
 
 def read_index(directory: Path) -> Metadata:
-    """The index of a directory: every tensor's dtype, shape and chunks, and where each chunk lies.
+    """Read the index of a directory: dtype, shape and chunks of every tensor, and the place of each chunk.
 
-    Raises OSError, or OutputError where it does not match the files.
+    Raises OSError, or OutputError where the index does not match the files.
     """
     path = directory / INDEX
     sizes = {
@@ -209,7 +209,7 @@ def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 class _Writer(FileSystemWriter):
-    """Raises the system's own error: for a full disk torch.save itself reports an unexpected position."""
+    """Raises the system's error, where torch.save reports an unexpected position for a full disk."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Future[list[WriteResult]]:
         try:
@@ -222,8 +222,8 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Reads the tensors of an index as data. FileSystemReader would use torch.load, which also constructs other objects
-    and decompresses.
+    """Reads tensors as data. FileSystemReader would call torch.load, which also constructs other objects and
+    decompresses.
     """
 
     def __init__(self, directory: Path, index: Metadata) -> None:
@@ -258,6 +258,7 @@ class _Reader(FileSystemReader):
 
 def _stored_tensor(name: Any, value: Any) -> TensorStorageMetadata:
     """A tensor of the index. Raises NotData unless its chunks cover it without overlap."""
+    # dtype and shape
     _typed(name, str, "name")
     state = _state(value, METADATA, "TensorStorageMetadata")
     properties = _record(state.get("properties"), METADATA, "TensorProperties").state
@@ -265,6 +266,8 @@ def _stored_tensor(name: Any, value: Any) -> TensorStorageMetadata:
     if type(dtype) is not Name or str(dtype) not in DTYPES:
         raise NotData(f"{name} has no dtype")
     size = _size(state.get("size"), name)
+
+    # chunks, each inside the tensor
     chunks = []
     for item in _typed(state.get("chunks"), list, f"chunks of {name}"):
         chunk = _state(item, METADATA, "ChunkStorageMetadata")
@@ -278,6 +281,8 @@ def _stored_tensor(name: Any, value: Any) -> TensorStorageMetadata:
                 f"a chunk of {name}, {list(sizes)} at {list(offsets)}, is not in {list(size)}"
             )
         chunks.append(ChunkStorageMetadata(offsets, sizes))
+
+    # that make up the whole
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len({chunk.offsets for chunk in chunks}) < len(chunks):
         raise NotData(f"two chunks of {name} begin at the same place")
@@ -287,7 +292,7 @@ def _stored_tensor(name: Any, value: Any) -> TensorStorageMetadata:
 
 
 def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Whether two chunks share an element. Sorted by the first dimension, few pairs are compared."""
+    """Whether two chunks share an element. Chunks are sorted by the first dimension, so that few pairs are compared."""
     ordered = sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
     for number, left in enumerate(ordered):
         for right in ordered[number + 1 :]:
@@ -315,7 +320,7 @@ def _place(value: Any, file_sizes: Mapping[str, int]) -> _StorageInfo:
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A part of a file as a file object."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self.file, self.start, self.length, self.position = file, start, length, 0
@@ -344,6 +349,7 @@ class _Slice(io.RawIOBase):
 
 def _tensor_in(file: _Slice, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
     """The tensor in a file of torch.save. Raises NotData unless it has this dtype and shape."""
+    # an archive with a description of the tensor, and its bytes
     try:
         archive = zipfile.ZipFile(io.BufferedReader(file))
         entries = {entry.filename: entry for entry in archive.infolist()}
@@ -357,6 +363,8 @@ def _tensor_in(file: _Slice, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tens
         raise
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
         raise NotData(f"it is damaged ({error})") from error
+
+    # shape and strides stay inside the bytes
     if 0 in sizes:
         return torch.empty(sizes, dtype=dtype)
     last = start + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
@@ -398,7 +406,7 @@ def _layout_of(
 def _stored(
     archive: zipfile.ZipFile, entries: Mapping[str, zipfile.ZipInfo], name: str
 ) -> bytearray:
-    """A file in an archive of torch.save, which does not compress."""
+    """Read a file in an archive of torch.save, which does not compress."""
     entry = entries.get(name)
     if entry is None:
         raise NotData(f"it has no {name}")
@@ -448,7 +456,7 @@ def _count(value: Any, name: str) -> int:
 
 
 def _cause(error: CheckpointException) -> Exception:
-    """The first failure itself; an OSError if the file system caused it."""
+    """The first failure; an OSError if the file system caused it."""
     failures = [failure for failure, _ in error.failures.values()]
     for failure in failures:
         if isinstance(failure, TautError):
@@ -473,18 +481,18 @@ TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_pickle(content: bytes) -> Any:
-    """The value that a pickle describes. Nothing it names is imported, called, or given attributes. Raises NotData.
+    """Read the value that a pickle describes. Nothing that it names is imported, called or given attributes.
 
-    Interprets the opcodes of torch's checkpoint index and of ``torch.save``, and refuses all others. A class or
-    function becomes a ``Name``; what a pickle would construct or call becomes a ``Record``. Time and memory are
-    proportional to the length of the pickle.
+    Interprets the opcodes in torch's checkpoint index and in files of ``torch.save``; raises NotData for all others. A
+    class or function becomes a ``Name``, an object a ``Record``. Time and memory are proportional to the length of the
+    pickle.
     """
     try:
         return _interpret(content)
     except NotData:
         raise
     except (ValueError, LookupError, TypeError) as error:
-        # Raised by pickletools, or for an empty stack or memo.
+        # raised by pickletools, or for an empty stack or memo
         raise NotData(f"it is damaged ({' '.join(str(error).split())[:200]})") from error
 
 

@@ -4,14 +4,14 @@ announces a pre-emption).
     with Interrupts.watching() as interrupts:
         with interrupts.before_training(): ...    a signal ends the process: there is nothing to save
         interrupts.check()                        raises Interrupt after a signal; between micro-batches
-        interrupts.agree(ranks)                   the same on all ranks together; before the update
+        interrupts.agree(ranks)                   check on all ranks together; before the update
         with interrupts.at_once(ranks): ...       a signal raises Interrupt immediately
         with interrupts.held(): ...               inside at_once: raises at the end, so that nothing is left half done
 
 The first signal is only recorded, so that no update is interrupted. A second one ends the process immediately, without
-saving; a signal within ``SAME_NOTICE`` of the first counts as the same one, since a launcher repeats the signal that
-its ranks got too. A signal that the process was started to ignore (``nohup``) stays ignored, except SIGINT: shells
-ignore it for every background job.
+saving. A signal within ``SAME_NOTICE`` of the first counts as the first: a launcher repeats the signals that its ranks
+get as well. A signal that the process was started to ignore (``nohup``) stays ignored, except SIGINT, which shells
+ignore for every background job.
 
 No torch here.
 """
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAME_NOTICE = 1.0
-"""Seconds after the first signal in which others count as the same."""
+"""Seconds after the first signal in which others count as its repetition."""
 
 
 class Interrupt(KeyboardInterrupt):
-    """A signal, by its name. Not an Exception, so that no handler on the way catches it as an error."""
+    """A signal, by its name. A KeyboardInterrupt, so that no handler on the way catches it as an error."""
 
 
 class Interrupts:
@@ -95,16 +95,15 @@ class Interrupts:
         self.obey(ranks.gather_in_step(self.received))
 
     def obey(self, names: Sequence[str | None]) -> None:
-        """Raise Interrupt for the first of the signals that the ranks have received, if there is one."""
+        """Raise Interrupt for the first signal that a rank has received, if any."""
         received = [name for name in names if name is not None]
         if received:
             raise Interrupt(received[0])
 
     @contextmanager
     def before_training(self) -> Iterator[None]:
-        """Where there is nothing to save: a signal ends the process immediately; other ranks end with it.
-
-        Ctrl-C stays a KeyboardInterrupt; the others raise Interrupted.
+        """Where there is nothing to save: a signal ends the process immediately, and other ranks with it. Ctrl-C stays
+        a KeyboardInterrupt; the other signals raise Interrupted.
         """
         self._is_urgent = True
         try:
@@ -121,7 +120,7 @@ class Interrupts:
 
     @contextmanager
     def at_once(self, ranks: Ranks | None = None) -> Iterator[None]:
-        """Where nothing can be left half done: a signal raises immediately. No effect with several ranks, which must
+        """Where nothing can be left half done: a signal raises immediately. Without effect on several ranks, which must
         stop together.
         """
         if ranks is not None and ranks.size > 1:

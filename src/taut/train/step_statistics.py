@@ -1,8 +1,8 @@
-"""Quantities of a whole step: sums over micro-batches and ranks, and the statistics that a loss uses as constants.
+"""Quantities of a whole step: sums over micro-batches and ranks, and statistics that a loss uses as constants.
 
-A loss defines what is gathered and which statistics are computed from it (losses/loss.py). A statistic whose name ends
-in ``_S`` or ``_P`` has an entry for each sample or pair of the step, in the order of ranks and micro-batches; a
-micro-batch gets its own entries.
+A loss defines its observations of a micro-batch and the statistics of all observations (losses/loss.py). A statistic
+whose name ends in ``_S`` or ``_P`` has an entry for each sample or pair of the step, in the order of ranks and
+micro-batches; each micro-batch gets its own entries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from taut.losses import Loss
+from taut.losses.loss import Loss
 from taut.train.distributed import Ranks
 from taut.types import Packed, to_host
 
@@ -26,7 +26,7 @@ Planned = Sequence[tuple[Packed, bool]]
 def compute_statistics(
     loss: Loss, observed: Sequence[Mapping[str, Tensor]], ranks: Ranks
 ) -> dict[str, Tensor]:
-    """The loss's statistics of all observations, on the CPU, the same on every rank."""
+    """The loss's statistics of the observations of all ranks, on the CPU."""
     read = iter(to_host([value for values in observed for value in values.values()]))
     mine = [{name: next(read) for name in values} for values in observed]
     gathered = [values for rank in ranks.of_shares(ranks.gather_in_step(mine)) for values in rank]
@@ -38,11 +38,14 @@ def compute_statistics(
 def attach_statistics(
     planned: Planned, stats: Mapping[str, Tensor], ranks: Ranks
 ) -> list[tuple[Packed, bool]]:
-    """The micro-batches, each with its entries of the statistics; zeros where one does not count."""
+    """The micro-batches, each with its entries of the statistics; zeros for one that does not count."""
+    # where this rank's samples and pairs begin among all
     counted = [packed for packed, is_real in planned if is_real]
     num_mine = [sum(p.num_samples for p in counted), sum(p.num_pairs for p in counted)]
     before = ranks.of_shares(ranks.gather_in_step(num_mine))[: ranks.share]
     begins = {suffix: sum(num[i] for num in before) for i, suffix in enumerate(("_S", "_P"))}
+
+    # each micro-batch takes the next entries
     result: list[tuple[Packed, bool]] = []
     for packed, is_real in planned:
         stats_here = {}
@@ -71,20 +74,19 @@ class Sum(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What ``Sums`` has read, over all ranks."""
+    """The numbers of ``Sums`` over all ranks."""
 
     sums: dict[str, Sum]
     largest: dict[str, float]
     others: list[float]
-    """Numbers that are the same on every rank, read together with the sums."""
+    """Numbers that are the same on every rank, read from the device together with the sums."""
     notes: list[Any]
-    """What each rank says besides."""
+    """The note of each rank."""
 
 
 class Sums:
-    """Named sums with their counts, and largest values, over micro-batches and then over ranks.
-
-    Until ``totals`` reads all of them at once they stay on the device where they were computed.
+    """Named sums with their counts, and largest values, over micro-batches and then over ranks. They stay on their
+    device until ``totals`` reads all of them at once.
     """
 
     def __init__(self) -> None:
@@ -111,10 +113,12 @@ class Sums:
         own: Sequence[Tensor] = (),
         note: Callable[[Sequence[Tensor]], Any] = lambda _: None,
     ) -> Totals:
-        """The numbers over all ranks, of every name that any rank has; every rank calls it. ``others``: numbers that
-        are the same on every rank. ``own``: tensors of this rank, read together with them and handed to ``note``, which
-        returns what this rank says besides.
+        """Sum over all ranks, for every name that any rank has, in one collective. Every rank calls it.
+
+        ``others``: numbers that are the same on every rank. ``own``: tensors of this rank that are read with the rest
+        and handed to ``note``; what ``note`` returns travels with the sums.
         """
+        # one read of the device
         flat = [value for pair in self._sums.values() for value in pair]
         read = _read([*flat, *self._largest.values(), *others, *own])
         of_this_rank = [
@@ -123,6 +127,8 @@ class Sums:
         numbers = map(float, read[: len(read) - len(own)])
         mine = {name: Sum(next(numbers), next(numbers)) for name in self._sums}
         my_largest = {name: next(numbers) for name in self._largest}
+
+        # one collective
         sums: dict[str, Sum] = {}
         largest: dict[str, float] = {}
         said = ranks.gather_in_step((mine, my_largest, note(of_this_rank)))
@@ -138,23 +144,23 @@ class Sums:
         )
 
     def means(self, ranks: Ranks) -> dict[str, float]:
-        """The means over all ranks, of the names with a count above 0."""
+        """Means over all ranks, for the names with a count above 0."""
         return {name: part.mean for name, part in self.totals(ranks).sums.items() if part.over}
 
 
 def _larger(one: float, other: float) -> float:
-    """The larger of two numbers; one that is none stays so."""
+    """The larger of two numbers; NaN if one is NaN."""
     return one if one > other or math.isnan(one) else other
 
 
 def _number(value: Tensor | float) -> Tensor | float:
-    """A number on the host; one on a device stays there, in float64."""
+    """A float, or a float64 tensor where the value is on a device."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.detach().double()
     return float(value)
 
 
 def _read(values: Sequence[Tensor | float]) -> list[Tensor | float]:
-    """The values in host memory, with one read of a device."""
+    """The values in host memory, read from the device at once."""
     read = iter(to_host([value for value in values if isinstance(value, Tensor)]))
     return [next(read) if isinstance(value, Tensor) else value for value in values]

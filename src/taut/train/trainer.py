@@ -2,11 +2,15 @@
 
     loss = sum over terms of  sum_i / count_i
 
+    train_step      plan -> gradients -> report -> monitors -> update
+    Planned         the trees of a step, and this rank's micro-batches of them
+    Gradients       the scores and sums that the backward passes leave, all still on the device
+    StepReport      the numbers of the step, over all ranks
+
 ``count_i`` is taken over all micro-batches and ranks before the first backward, and the gradient is divided by it in
-exactly one place (``scales`` below), so any split of a step into micro-batches and ranks gives the same numbers.
-The outputs of other models (roles) and the statistics of the whole step that a loss needs are also computed before the
-first backward. So is what the routers of a mixture of experts choose, where their load-balancing loss is added to that
-of the method (taut/losses/router.py).
+exactly one place (``scales`` in ``compute_gradients``), so any split of a step into micro-batches and ranks gives the
+same numbers. Everything else that needs the whole step also precedes the first backward: outputs of other models
+(roles), the loss's statistics, and the choices of routers where they have a loss (taut/losses/router.py).
 
 Monitors examine each step before the update and may stop the run (taut/train/monitors.py). Events go to
 ``Trainer.emit``.
@@ -27,52 +31,52 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from taut import losses
 from taut.config import Decision
 from taut.data.batching import Budget, Rows, assign, divide, layouts, samples_of
 from taut.data.order import Cursor
 from taut.data.packing import PackPolicy
 from taut.errors import NonFiniteError, OutOfMemory, RankFailed
-from taut.losses import Loss
+from taut.io import allocator
+from taut.losses.loss import Loss, count_silent, count_units
 from taut.losses.router import slopes
 from taut.models.noise import Noise
-from taut.models.routers import RouterConfig
+from taut.models.settings import RouterConfig
 from taut.train import distributed, optim, random_state, step_statistics
 from taut.train.checkpoint import Memory
 from taut.train.distributed import Ranks
 from taut.train.oom import Fit
 from taut.train.recorder import Recorder
 from taut.train.signals import Interrupts
-from taut.train.utilisation import Meter, Told
+from taut.train.utilization import HostLoad, Meter
 from taut.types import LossSum, Packed, Picture, Sample, Scores, Tree, Wants, to_device, to_host
 
 SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
-"""The sizes that every step counts."""
+"""Sizes that every step reports."""
 
 
 class StepSource(Protocol):
-    """The source of steps, as the loop sees it: fixed data, or rollouts."""
+    """Where the steps come from: fixed data, a stream or rollouts."""
 
     @property
     def loss(self) -> Loss:
-        """The loss to minimise."""
+        """The loss to minimize."""
 
     def prepare(self, step: int) -> list[Tree]:
-        """The trees of a step (counted from 1), with all streams that no role provides; empty to skip the step."""
+        """The trees of a step (counted from 1), with all streams that no role provides. Empty: the step is skipped."""
 
     def is_known(self, step: int) -> bool:
-        """Whether the trees of a step depend on no weights that are yet to be trained, so that ``prepare`` may be
-        called for it before the one in front of it has ended.
+        """Whether ``prepare`` may be called for a step before the previous one has ended: its trees do not depend on
+        weights that are still to be trained.
         """
 
     def observed(self, step: int) -> list[Tree] | None:
-        """The trees over which the loss's statistics are taken; None: those of the step."""
+        """The trees over which the loss takes its statistics; None: the trees of the step."""
 
     def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
-        """The same for given rows, e.g. held-out data."""
+        """``observed`` for some rows, e.g. of held-out data."""
 
     def cursor(self, step: int) -> Cursor:
-        """The position in the data after a step: with the seed, all that a resume needs."""
+        """The position in the data after a step: all that a resume needs beside the seed."""
 
     def open(self) -> Sequence[Decision]:
         """Open the engine, rewards and other resources, so that a missing one is refused before training. Returns the
@@ -84,7 +88,7 @@ class StepSource(Protocol):
         """The state that checkpoints keep; None: the cursor is sufficient."""
 
     def reject(self) -> None:
-        """Discard samples that no step has trained on yet: they may be the cause of the failure."""
+        """Discard samples that no step has trained on yet: they may have caused a failure."""
 
     def close(self) -> None:
         """Release its resources."""
@@ -94,33 +98,33 @@ class Role(Protocol):
     """A second model whose outputs the loss needs, e.g. the reference."""
 
     gives: str
-    """The stream that it computes where samples do not have it."""
+    """Name of the stream that it computes for samples that lack it."""
 
     def active(self) -> AbstractContextManager[Any]:
-        """A context around the computation of streams: once per step, on every rank."""
+        """Context around the computation of streams; entered once per step, on every rank."""
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
-        """The role's streams of a micro-batch. Called equally often on every rank, without gradient."""
+        """Streams of a micro-batch. Called equally often on every rank, without gradient."""
 
     def follow(self, step: int) -> None:
-        """Called after the update of a step, on every rank."""
+        """Follow the update of a step; called on every rank."""
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that it holds in memory."""
+        """Tensors that the role holds in memory."""
 
 
 class Planned(NamedTuple):
-    """Trees, and this rank's micro-batches of them: what is known before any model runs."""
+    """A step before any model runs: its trees, and this rank's micro-batches of them."""
 
     trees: Sequence[Tree]
     microbatches: list[tuple[Packed, bool]]
-    """Each with whether it counts."""
+    """Micro-batches, and whether each counts: the others only keep this rank in step (``plan_microbatches``)."""
     observed: Planned | None = None
-    """What the loss's statistics are taken over, if not these trees."""
+    """The plan over which the loss takes its statistics; None: this one."""
     counts: Mapping[str, float] | None = None
-    """Each term's denominator, where the ranks have told each other theirs already."""
+    """The denominator of each term, if the ranks have exchanged their counts already."""
     silent: Sequence[Sample] = ()
-    """Samples that are counted and not computed (``Loss.is_silent``), of all ranks."""
+    """Samples of all ranks that are counted and not computed (``Loss.is_silent``)."""
 
 
 class Scored(NamedTuple):
@@ -131,22 +135,22 @@ class Scored(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward passes of a step leave beside the gradient; nothing of it is read from the device."""
+    """Scores and sums of a step after its backward passes, all still on the device."""
 
     scored: list[Scored]
     sums: list[LossSum]
-    """The loss of each, without gradient."""
+    """Loss sums of each micro-batch, without gradient."""
     scales: dict[str, float]
-    """By which each term is multiplied."""
+    """Term -> factor of its sums: 1 / denominator."""
     logps: list[Tensor]
-    """Of each: the sum of every sample's ``logp_N``, [S]; empty where there are no targets."""
+    """Of each micro-batch the sum of every sample's ``logp_N``, [S]; empty where there are no targets."""
     router_losses: list[Tensor]
-    """Of each: its share of the routers' loss; empty without one."""
+    """Of each micro-batch its share of the routers' loss; empty without such a loss."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """A step after its backward passes and before the update. Sums are over all ranks; ``scored`` is this rank's."""
+    """Numbers of a step after its backward passes and before the update, over all ranks; ``scored`` is this rank's."""
 
     step: int
     loss: float
@@ -158,36 +162,36 @@ class StepReport:
     scored: list[Scored]
     grad_norm: float = float("nan")
     signals: Sequence[str | None] = ()
-    """What each rank has received."""
+    """The signal that each rank has received, if any."""
     trees: Sequence[Tree] = ()
     nll: Mapping[str, float] = field(default_factory=dict)
-    """Each sample's mean -logprob of its targets, in nats, by id; of all ranks. Empty where nothing is predicted."""
-    utilisation: Sequence[Told | None] = ()
-    """What each rank has read of its host since the last step."""
+    """Sample id -> mean -logprob of its targets, in nats. Empty where nothing is predicted."""
+    utilization: Sequence[HostLoad | None] = ()
+    """Load of its host that each rank has read since the last step."""
     router_loss: float = 0.0
-    """The part of ``loss`` that balances the routers."""
+    """The routers' part of ``loss``."""
 
     @property
     def method_loss(self) -> float:
-        """The loss without the routers' part: what the scores of the samples alone give."""
+        """The loss without the routers' part."""
         return self.loss - self.router_loss
 
 
 class Monitor(Protocol):
-    """Called after the backward of each step and before the update; raises CheckFailed to stop the run."""
+    """Examines each step after its backward passes and before the update. Raises CheckFailed to stop the run."""
 
     def __call__(self, report: StepReport, trainer: Trainer) -> None: ...
 
 
 def emit_nowhere(kind: str, **fields: Any) -> None:
-    """Refuse an event: a run that only looks has no log."""
+    """Refuse an event: a trainer that takes no step has no log."""
     raise AssertionError(f"an event without a log: {kind} {fields}")
 
 
 @dataclass
 class Trainer:
-    """Everything that the loop works with, made whole by ``build_trainer`` (taut/run/setup.py). Nothing is assigned to
-    it from outside: the loop itself advances ``budget`` and the fields from ``done`` on, all others are final.
+    """Everything that the loop works with, built by ``build_trainer`` (taut/run/setup.py). The loop alone assigns to
+    ``budget`` and to the fields from ``done`` on; the others are final.
     """
 
     scorer: Final[nn.Module]
@@ -196,13 +200,13 @@ class Trainer:
     learning_rate: Final[Callable[[int], float]]
     num_steps: Final[int]
     budget: Budget
-    """With the micro-batch size that is in use: the loop cuts it where memory runs out."""
+    """How a step is divided, with the current size of a micro-batch, which the loop cuts where memory runs out."""
     policy: Final[PackPolicy]
     ranks: Final[Ranks]
     compute: Final[Callable[[], AbstractContextManager[Any]]]
-    """The precision context of a forward."""
+    """Context that sets the precision of a forward."""
     compute_backward: Final[Callable[[], AbstractContextManager[Any]]]
-    """The precision context of a backward."""
+    """Context that sets the precision of a backward."""
     noise: Final[Noise | None]
     fit: Final[Fit]
     roles: Final[Sequence[Role]] = ()
@@ -210,39 +214,39 @@ class Trainer:
     router: Final[RouterConfig] = RouterConfig()  # noqa: RUF009 (frozen)
     monitors: Final[Sequence[Monitor]] = ()
     before_planning: Final[Sequence[Callable[[int, Trainer], None]]] = ()
-    """Called before a step is planned, e.g. to start reading images."""
+    """Called with each step before it is planned, e.g. to start reading images."""
     emit: Final[Callable[..., None]] = emit_nowhere
-    """Writes an event: ``emit(kind, **fields)``."""
+    """Emits an event: ``emit(kind, **fields)``."""
     recorder: Final[Recorder] = field(default_factory=Recorder)
-    """Keeps tokens and rollouts."""
+    """Records tokens and rollouts."""
     meter: Final[Meter] = field(default_factory=Meter)
-    """Reads how busy the hosts are."""
+    """Reads the load of the hosts."""
     interrupts: Final[Interrupts] = field(default_factory=Interrupts)
     done: int = field(default=0, init=False)
-    """The last step whose update the weights have."""
+    """The last step whose update is in the weights."""
     followed: int = field(default=0, init=False)
-    """The last step after which ``after_step`` was called."""
+    """The last step for which ``after_step`` was called."""
     loss: float = field(default=float("nan"), init=False)
     """The loss of the last step that was not skipped."""
     plans: dict[tuple[int, Budget], Planned | Exception] = field(default_factory=dict, init=False)
-    """The steps that are planned and not yet taken, by number and budget; an error is raised when its step begins."""
+    """Plans of coming steps by step and budget. An error in planning is kept and raised when its step begins."""
     random: random_state.State = field(init=False)
-    """The generators' state at the start of the current step, or of the ``after_step`` calls."""
+    """State of the random generators at the start of the current step, or of the ``after_step`` calls."""
 
     @property
     def trained(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
-def go_on_from(trainer: Trainer, step: int, loss: float, *, is_measured: bool) -> None:
-    """Begin after ``step``, whose weights are restored. ``is_measured``: what follows the step was done as well."""
+def restore_progress(trainer: Trainer, step: int, loss: float, *, is_measured: bool) -> None:
+    """Continue after ``step``, whose weights are restored. ``is_measured``: ``after_step`` was called for it too."""
     trainer.done, trainer.followed = step, step - (not is_measured)
     trainer.loss = loss
 
 
 def run_steps(trainer: Trainer, after_step: Sequence[Callable[[int], None]] = ()) -> None:
-    """Take all remaining steps. ``after_step``: evaluation and checkpoints, called with each finished step. Raises
-    Interrupt with the current step undone.
+    """Take all remaining steps. ``after_step``: called with each finished step, to evaluate and to save checkpoints.
+    Raises Interrupt; the step that was in progress is then undone.
     """
     while True:
         trainer.random = random_state.capture(trainer.ranks.device)
@@ -257,11 +261,16 @@ def run_steps(trainer: Trainer, after_step: Sequence[Callable[[int], None]] = ()
 
 
 def _take_step(trainer: Trainer, step: int) -> None:
+    """Take a step and emit its event."""
     began = time.perf_counter()
+    allocator.give_back_surplus()
     report = _step_within_memory(trainer, step)
     trainer.done = step
     if report.sample_ids:
         trainer.loss = report.loss
+
+    # the event: numbers over all ranks, and to five digits the mean -logprob of each of `sample_ids`
+    sample_nll = [float(f"{report.nll.get(i, math.nan):.5g}") for i in report.sample_ids]
     trainer.emit(
         "step",
         step=step,
@@ -273,20 +282,12 @@ def _take_step(trainer: Trainer, step: int) -> None:
         num_tokens_unshared=report.num_tokens_unshared,
         seconds=time.perf_counter() - began,
         sample_ids=report.sample_ids,
-        **_sample_nll(report),
+        **({"sample_nll": sample_nll} if report.nll else {}),
         **_gpu_memory(trainer.ranks.device),
         **report.metrics,
     )
-    if busy := trainer.meter.together(report.utilisation):
-        trainer.emit("utilisation", step=step, **busy)
-
-
-def _sample_nll(report: StepReport) -> dict[str, list[float]]:
-    """The mean -logprob of each of ``sample_ids``, to five digits."""
-    if not report.nll:
-        return {}
-    values = [report.nll.get(sample_id, math.nan) for sample_id in report.sample_ids]
-    return {"sample_nll": [float(f"{value:.5g}") for value in values]}
+    if busy := trainer.meter.combine(report.utilization):
+        trainer.emit("utilization", step=step, **busy)
 
 
 def _gpu_memory(device: torch.device) -> dict[str, int]:
@@ -297,7 +298,9 @@ def _gpu_memory(device: torch.device) -> dict[str, int]:
 
 
 def _step_within_memory(trainer: Trainer, step: int) -> StepReport:
-    """``train_step``; where memory runs out and batch.halve_when_out_of_memory is set, again with a smaller budget."""
+    """``train_step``. Where memory runs out, with batch.halve_when_out_of_memory the step begins again with a smaller
+    token budget and the same random numbers.
+    """
     while True:
         use_budget(trainer, step)
         try:
@@ -310,7 +313,7 @@ def _step_within_memory(trainer: Trainer, step: int) -> StepReport:
 
 
 def use_budget(trainer: Trainer, step: int, *, is_reported: bool = False) -> None:
-    """Set the token budget of a step, and emit each new cut unless it ``is_reported`` already."""
+    """Set the token budget of a step. Emits each new cut unless it ``is_reported`` already."""
     for halving in trainer.fit.begin(step):
         if not is_reported:
             trainer.emit("budget", **halving._asdict())
@@ -319,28 +322,39 @@ def use_budget(trainer: Trainer, step: int, *, is_reported: bool = False) -> Non
 
 def train_step(trainer: Trainer, step: int) -> StepReport:
     """One optimizer step. A step without trees is skipped: weights and optimizer state stay, the schedule advances."""
+    # the trees of the step, and this rank's micro-batches of them; usually planned during the previous step
     trainer.ranks.doing(f"preparing step {step}")
     plan = take_plan(trainer, step)
     trainer.ranks.doing(f"taking step {step}")
     trees = plan.trees
     if trees:
+        # forward and backward, micro-batch by micro-batch, all terms divided by one denominator for all ranks
         gradients = compute_gradients(trainer, plan, step)
         norms = optim.clip(trainer.optimizer, trainer.clip_grad_norm)
-        plan_ahead(trainer, step + 1)  # the device still works; after this the host waits for it
-        report = summarise(trainer, step, plan, gradients, norms)
+
+        # plan the next step while the device works; then wait for it and read the numbers of all ranks
+        plan_ahead(trainer, step + 1)
+        report = summarize(trainer, step, plan, gradients, norms)
+
+        # stop before the update where a number is not finite
         require_finite(report.loss, "loss", report, trainer)
         require_finite(report.grad_norm, "gradient norm", report, trainer)
     else:
         report = StepReport(step, 0.0, {"skipped": 1.0}, 0, 0, 0, [], [], grad_norm=0.0)
-    # Before the monitors, which remember the steps they have seen.
+
+    # a signal to any rank ends the run here, before the monitors remember the step
     if trees:
         trainer.interrupts.obey(report.signals)
     else:
         trainer.interrupts.agree(trainer.ranks)
-    if trees:  # first, so that a step which a monitor stops is recorded
+
+    # the recorder sees the step before the monitors, which may stop the run
+    if trees:
         trainer.recorder.look(report, trainer)
     for monitor in trainer.monitors if trees else ():
         monitor(report, trainer)
+
+    # update
     optim.set_learning_rate(trainer.optimizer, trainer.learning_rate(step), step)
     if trees:
         trainer.optimizer.step()
@@ -351,7 +365,7 @@ def train_step(trainer: Trainer, step: int) -> StepReport:
 
 
 def plan_ahead(trainer: Trainer, step: int) -> None:
-    """Plan a step while the one in front of it is still to be updated, if its trees are known by now."""
+    """Plan a step before the update of the previous one, if its trees are known by then."""
     if step <= trainer.num_steps and trainer.source.is_known(step):
         with _errors_put_aside(trainer, step):
             _plan_step(trainer, step)
@@ -359,7 +373,7 @@ def plan_ahead(trainer: Trainer, step: int) -> None:
 
 @contextmanager
 def _errors_put_aside(trainer: Trainer, step: int) -> Iterator[None]:
-    """An error in planning a step ahead is raised when the step begins: those in front of it are sound."""
+    """Keep an error in planning a step until the step begins: the steps before it are sound."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 (raised by take_plan)
@@ -367,7 +381,7 @@ def _errors_put_aside(trainer: Trainer, step: int) -> Iterator[None]:
 
 
 def take_plan(trainer: Trainer, step: int) -> Planned:
-    """The plan of a step that begins: the one that was made ahead, unless the budget has changed since."""
+    """The plan of the step that begins: the one made ahead, or a new one if the budget has changed since."""
     found = trainer.plans.get((step, trainer.budget)) or _plan_step(trainer, step)
     trainer.plans = {key: plan for key, plan in trainer.plans.items() if key[0] > step}
     if isinstance(found, Exception):
@@ -382,7 +396,7 @@ def _plan_step(trainer: Trainer, step: int) -> Planned:
 
 
 def keep_plan(trainer: Trainer, step: int) -> Planned:
-    """The plan of a step, kept until it is taken."""
+    """Plan a step unless it is planned, and keep the plan until the step is taken."""
     key, source = (step, trainer.budget), trainer.source
     kept = trainer.plans.get(key)
     if isinstance(kept, Planned):
@@ -396,44 +410,42 @@ def keep_plan(trainer: Trainer, step: int) -> Planned:
 def plan_trees(
     trainer: Trainer, trees: Sequence[Tree], observed: Sequence[Tree] | None = None
 ) -> Planned:
-    """``observed``: the trees over which the loss's statistics are taken, if not these."""
-    computed, silent = list(trees), list[Sample]()
+    """Divide trees into micro-batches. ``observed``: the trees over which the loss takes its statistics, if not
+    these.
+    """
+    loss, computed, silent = trainer.source.loss, list(trees), list[Sample]()
     if not trainer.router.aux_loss_coef:  # each token has a part in the routers' loss
-        computed, silent = without_silent(trainer.source.loss, trees)
+        # silent trees are not computed; if all are, the smallest is, for its metrics: its gradient is 0
+        is_silent = [all(map(loss.is_silent, tree.samples)) for tree in trees]
+        if all(is_silent):
+            sizes = [sum(sample.num_tokens for sample in tree.samples) for tree in trees]
+            is_silent[sizes.index(min(sizes))] = False
+        computed = [tree for tree, is_left in zip(trees, is_silent, strict=True) if not is_left]
+        left = [tree for tree, is_left in zip(trees, is_silent, strict=True) if is_left]
+        silent = samples_of(left)
     plan = Planned(trees, plan_microbatches(computed, trainer), silent=silent)
-    if observed is None or not trainer.source.loss.observes:
+    if observed is None or not loss.observes:
         return plan
     return plan._replace(observed=plan_trees(trainer, observed))
-
-
-def without_silent(loss: Loss, trees: Sequence[Tree]) -> tuple[list[Tree], list[Sample]]:
-    """The trees that are computed, and the samples of the others, all of which are silent. Where all trees are, the
-    smallest one is computed, for a gradient of 0 and its metrics.
-    """
-    is_silent = [all(map(loss.is_silent, tree.samples)) for tree in trees]
-    if all(is_silent):
-        sizes = [sum(sample.num_tokens for sample in tree.samples) for tree in trees]
-        is_silent[sizes.index(min(sizes))] = False
-    computed = [tree for tree, silent in zip(trees, is_silent, strict=True) if not silent]
-    left = [tree for tree, silent in zip(trees, is_silent, strict=True) if silent]
-    return computed, samples_of(left)
 
 
 def add_gradients(
     trainer: Trainer, trees: Sequence[Tree], step: int, observed: Sequence[Tree] | None = None
 ) -> StepReport:
-    """Add the gradient of a step with these trees, and report the step. ``observed``: the trees over which the loss's
-    statistics are taken, if not these.
-    """
+    """Add the gradient of a step with these trees, and report the step. ``observed``: as for ``plan_trees``."""
     plan = plan_trees(trainer, trees, observed)
-    return summarise(trainer, step, plan, compute_gradients(trainer, plan, step))
+    return summarize(trainer, step, plan, compute_gradients(trainer, plan, step))
 
 
 def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
-    """``add_gradients``, before anything is read from the device."""
+    """Add the gradient of a step. Nothing is read from the device."""
     trainer.scorer.train()
+
+    # what the loss needs of the whole step: outputs of other models, statistics
     planned = prepare_microbatches(trainer, plan, f"step {step}")
     microbatches = [packed for packed, is_real in planned if is_real]
+
+    # one denominator for all micro-batches and ranks, before the first backward; a plan made ahead has it already
     counts = plan.counts
     if counts is None:
         require_same_plan(step, trainer.ranks.gather_in_step(drawn_of(plan)))
@@ -441,6 +453,8 @@ def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
     slope_LE = router_slopes(trainer, planned, plan.trees, f"step {step}")
+
+    # forward and backward, micro-batch by micro-batch; those that fill up this rank's share count 0
     scored, sums, logps, router_losses = [], [], [], []
     with distributed.summing_gradients(trainer.trained, trainer.ranks):
         for packed, is_real in on_device(trainer, planned):
@@ -465,7 +479,7 @@ def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
 def on_device(
     trainer: Trainer, planned: Sequence[tuple[Packed, bool]]
 ) -> Iterator[tuple[Packed, bool]]:
-    """The micro-batches, ready for a forward; each is made so before the one in front of it runs."""
+    """The micro-batches on the device, each copied there before the previous one runs."""
     scorer: Any = trainer.scorer
     ahead: tuple[Packed, bool] | None = None
     for packed, is_real in planned:
@@ -480,12 +494,13 @@ def on_device(
 def router_slopes(
     trainer: Trainer, planned: Sequence[tuple[Packed, bool]], trees: Sequence[Tree], where: str
 ) -> Tensor | None:
-    """The slopes of the routers' loss, [L, E], from the choices in all micro-batches; None: it is off. The choices are
-    those without noise.
+    """Slopes of the routers' loss, [L, E], from the choices of the routers, without noise, in all micro-batches. None
+    without such a loss.
     """
     config, scorer = trainer.router, trainer.scorer
     if not config.aux_loss_coef:
         return None
+    # a forward of its own: how often each expert is chosen in the whole step
     count_LE: list[Tensor] = []
     with torch.no_grad(), trainer.compute():
         for packed, is_real in on_device(trainer, planned):
@@ -509,8 +524,8 @@ def backward(
     step: int,
     slope_LE: Tensor | None = None,
 ) -> tuple[Scores, LossSum, Tensor | None]:
-    """Add one micro-batch's share, each term times its scale, to the gradient. ``slope_LE``: of the routers' loss.
-    Returns the scores, the loss and the share of the routers' loss.
+    """Add a micro-batch's share, each term times its scale, to the gradient. ``slope_LE``: of the routers' loss.
+    Returns scores, loss and the share of the routers' loss, without gradient.
     """
     loss = trainer.source.loss
     wants = loss.wants if slope_LE is None else loss.wants._replace(routers=True)
@@ -519,7 +534,7 @@ def backward(
     if trainer.noise is not None:
         trainer.noise.set(step, packed)
     with trainer.compute():
-        if linear is not None:
+        if linear is not None:  # the head forms the gradient of the logits in the forward
             shares = [scales[term] * weight_N for term, weight_N in linear.items()]
             scores: Scores = trainer.scorer(packed, torch.stack(shares).sum(0), wants)
             total = scores.linear_sum
@@ -539,11 +554,13 @@ def backward(
 
 
 def prepare_microbatches(trainer: Trainer, plan: Planned, where: str) -> list[tuple[Packed, bool]]:
-    """This rank's micro-batches with the roles' streams and the step's statistics, and whether each counts."""
+    """This rank's micro-batches with the roles' streams and the statistics of the step, and whether each counts."""
     loss = trainer.source.loss
+    # outputs of other models
     planned = fill_streams(trainer, plan, where)
     if not loss.observes:
         return planned
+    # a forward without gradient over what the statistics are taken over, exchanged among the ranks
     observed = plan.observed or plan
     planned_observed = planned if observed is plan else fill_streams(trainer, observed, where)
     observations = []
@@ -580,17 +597,17 @@ def fill_streams(trainer: Trainer, plan: Planned, where: str) -> list[tuple[Pack
 
 
 def plan_microbatches(trees: Sequence[Tree], trainer: Trainer) -> list[tuple[Packed, bool]]:
-    """This rank's micro-batches, and whether each counts: where another rank has more, ones that do not are added, so
-    that all ranks run the same number of backward passes. Every rank plans for all, so none has to be asked.
+    """This rank's micro-batches, and whether each counts. Where another rank has more, micro-batches that do not count
+    are added, so that all ranks run equally many. Every rank plans for all, so no collective is needed.
     """
-    how = trainer.policy, trainer.budget.tokens_per_microbatch
+    limits = trainer.policy, trainer.budget.tokens_per_microbatch
     shares = assign(trees, trainer.budget)
-    most = max(sum(len(divide(planned, *how)) for planned in share) for share in shares)
+    most = max(sum(len(divide(planned, *limits)) for planned in share) for share in shares)
     mine = shares[trainer.ranks.share]
-    found = [(packed, True) for planned in mine for packed in layouts(planned, *how)]
+    found = [(packed, True) for planned in mine for packed in layouts(planned, *limits)]
     if missing := most - len(found):
         shortest = min(samples_of(trees), key=lambda sample: sample.num_tokens)
-        (filler,) = layouts((Tree((shortest,)),), *how)
+        (filler,) = layouts((Tree((shortest,)),), *limits)
         found += [(filler, False)] * missing
     return found
 
@@ -598,13 +615,13 @@ def plan_microbatches(trees: Sequence[Tree], trainer: Trainer) -> list[tuple[Pac
 def counts_of(
     loss: Loss, microbatches: Sequence[Packed], ranks: Ranks, silent: Sequence[Sample]
 ) -> list[float]:
-    """This rank's share of each term's count; the silent samples are the first rank's."""
+    """This rank's share of each term's count; the first rank counts the silent samples."""
     if not ranks.is_counted:
         return [0.0] * len(loss.units)
     uncomputed = silent if ranks.rank == 0 else ()
     return [
-        sum(losses.count(unit, packed) for packed in microbatches)
-        + (losses.count_silent(unit, uncomputed) if uncomputed else 0.0)
+        sum(count_units(unit, packed) for packed in microbatches)
+        + (count_silent(unit, uncomputed) if uncomputed else 0.0)
         for unit in loss.units.values()
     ]
 
@@ -612,7 +629,7 @@ def counts_of(
 def denominators(
     loss: Loss, microbatches: Sequence[Packed], ranks: Ranks, silent: Sequence[Sample] = ()
 ) -> dict[str, float]:
-    """Each term's count over all micro-batches and ranks, before any forward."""
+    """The count of each term over all micro-batches and ranks."""
     mine = counts_of(loss, microbatches, ranks, silent)
     totals = dict(zip(loss.units, ranks.sum(mine), strict=True))
     assert all(count > 0 for count in totals.values()), (
@@ -621,16 +638,17 @@ def denominators(
     return totals
 
 
-def summarise(
+def summarize(
     trainer: Trainer,
     step: int,
     plan: Planned,
     gradients: Gradients,
     norms: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> StepReport:
-    """Sum the terms, metrics and sizes over micro-batches and ranks. Here the step's numbers are read from the device,
-    all at once; ``norms``: those of the gradient, if it is known.
+    """Sum terms, metrics and sizes over micro-batches and ranks. All numbers of the step are read from the device here,
+    at once. ``norms``: norms of the gradient, where they are known.
     """
+    # sums over this rank's micro-batches, still on the device
     sums = step_statistics.Sums()
     for (packed, _), of_loss in zip(gradients.scored, gradients.sums, strict=True):
         for term, total in of_loss.terms.items():
@@ -644,21 +662,36 @@ def summarise(
     for share in gradients.router_losses:
         sums.add("router_aux_loss", share)
 
+    # over the ranks, in one collective, which also carries signals, counts of the next step, and the hosts' load
     def note(
         logps: Sequence[Tensor],
-    ) -> tuple[str | None, list[float] | None, Drawn | None, dict[str, float], Told | None]:
+    ) -> tuple[str | None, list[float] | None, Drawn | None, dict[str, float], HostLoad | None]:
         ahead = trainer.plans.get((step + 1, trainer.budget))
-        drawn = drawn_of(ahead) if isinstance(ahead, Planned) else None
+        drawn: Drawn | None = None
+        counts: list[float] | None = None
+        if isinstance(ahead, Planned):
+            drawn = drawn_of(ahead)
+        if isinstance(ahead, Planned) and ahead.microbatches:
+            counted = [packed for packed, is_real in ahead.microbatches if is_real]
+            counts = counts_of(trainer.source.loss, counted, trainer.ranks, ahead.silent)
         nll = _nll_of_samples(gradients.scored, logps)
-        counts = _counts_ahead(trainer, step + 1)
-        return trainer.interrupts.received, counts, drawn, nll, trainer.meter.take()
+        return trainer.interrupts.received, counts, drawn, nll, trainer.meter.sample()
 
     totals, largest, read, notes = sums.totals(
         trainer.ranks, list(norms.values()), gradients.logps, note
     )
-    signals, counts, drawn, nlls, utilisation = zip(*notes, strict=True)
+    signals, counts, drawn, nlls, utilization = zip(*notes, strict=True)
+
+    # the next step, if every rank has planned it: its denominators
     require_same_plan(step + 1, drawn)
-    _agree_on_counts(trainer, step + 1, counts)
+    known = [counts_of_rank for counts_of_rank in counts if counts_of_rank is not None]
+    following = trainer.plans.get((step + 1, trainer.budget))
+    if len(known) == len(counts) and isinstance(following, Planned):
+        units, sums_of = trainer.source.loss.units, map(sum, zip(*known, strict=True))
+        agreed = following._replace(counts=dict(zip(units, sums_of, strict=True)))
+        trainer.plans[step + 1, trainer.budget] = agreed
+
+    # the report
     terms = {term: totals.pop(f"term {term}").total for term in gradients.scales}
     sizes = {name: int(totals.pop(name).total) for name in SIZES}
     router_loss, of_routers = 0.0, dict[str, float]()
@@ -685,19 +718,19 @@ def summarise(
         signals=signals,
         trees=plan.trees,
         nll={sample_id: value for nll in nlls for sample_id, value in nll.items()},
-        utilisation=utilisation,
+        utilization=utilization,
         **sizes,
     )
 
 
 class Drawn(NamedTuple):
-    """What all ranks must plan alike."""
+    """The part of a plan that must be the same on all ranks."""
 
     num_microbatches: int
-    """Of each rank: what it does not fill itself is filled up."""
+    """Micro-batches of each rank, including those that do not count."""
     num_samples: int
     digest: int
-    """Of the samples' ids."""
+    """Checksum of the samples' ids."""
 
 
 def drawn_of(plan: Planned) -> Drawn:
@@ -706,7 +739,7 @@ def drawn_of(plan: Planned) -> Drawn:
 
 
 def require_same_plan(step: int, of_ranks: Sequence[Drawn | None]) -> None:
-    """Raise RankFailed where a rank has planned a step otherwise than the first: their collectives would not meet."""
+    """Raise RankFailed where two ranks have planned a step differently: their collectives would not match."""
     for rank, drawn in enumerate(of_ranks):
         if drawn is not None and of_ranks[0] is not None and drawn != of_ranks[0]:
             plans = [
@@ -715,13 +748,13 @@ def require_same_plan(step: int, of_ranks: Sequence[Drawn | None]) -> None:
                 for number, some in ((0, of_ranks[0]), (rank, drawn))
             ]
             raise RankFailed(
-                f"the ranks have planned step {step} differently ({'; '.join(plans)}); expected the same samples and "
-                "the same number of micro-batches; see that data, settings and versions are the same on all ranks"
+                f"the ranks have planned step {step} differently ({'; '.join(plans)}); expected the same; see that "
+                "data, settings and versions are the same on all ranks"
             )
 
 
 def _nll_of_samples(scored: Sequence[Scored], logps: Sequence[Tensor]) -> dict[str, float]:
-    """The mean -logprob of each sample's targets. ``logps``: the sums of each micro-batch's samples, on the host."""
+    """Sample id -> mean -logprob of its targets. ``logps``: sums by sample of each micro-batch, on the host."""
     nll: dict[str, float] = {}
     for (packed, _), logp_S in zip(scored, logps, strict=True):
         if not logp_S.numel():
@@ -732,27 +765,8 @@ def _nll_of_samples(scored: Sequence[Scored], logps: Sequence[Tensor]) -> dict[s
     return nll
 
 
-def _counts_ahead(trainer: Trainer, step: int) -> list[float] | None:
-    """This rank's counts of a step, if it is planned."""
-    plan = trainer.plans.get((step, trainer.budget))
-    if not isinstance(plan, Planned) or not plan.microbatches:
-        return None
-    counted = [packed for packed, is_real in plan.microbatches if is_real]
-    return counts_of(trainer.source.loss, counted, trainer.ranks, plan.silent)
-
-
-def _agree_on_counts(trainer: Trainer, step: int, of_ranks: Sequence[list[float] | None]) -> None:
-    """Keep a step's denominators with its plan, if every rank has planned it."""
-    known = [counts for counts in of_ranks if counts is not None]
-    plan = trainer.plans.get((step, trainer.budget))
-    if len(known) < len(of_ranks) or not isinstance(plan, Planned):
-        return
-    counts = dict(zip(trainer.source.loss.units, map(sum, zip(*known, strict=True)), strict=True))
-    trainer.plans[step, trainer.budget] = plan._replace(counts=counts)
-
-
 def require_finite(value: float, what: str, report: StepReport, trainer: Trainer) -> None:
-    """Stop before the update if ``value`` is not finite, and name the samples."""
+    """Raise NonFiniteError, with the samples at fault, if ``value`` is not finite."""
     if math.isfinite(value):
         return
     mine = set()
@@ -776,10 +790,10 @@ def require_finite(value: float, what: str, report: StepReport, trainer: Trainer
 
 @dataclass
 class Prefetch:
-    """Called before a step is planned: starts threads that read the images of the step and of the next one.
+    """Starts threads that read the images of a step and of the next one; called before a step is planned.
 
-    Only for offline data, where the samples of a step are a pure function; prompts of rollouts have read their images
-    already. Each rank reads its own.
+    For offline data, whose steps are known ahead; rollouts have read the images of their prompts already. Each rank
+    reads its own images.
     """
 
     expect: Callable[[Sequence[Picture]], object]

@@ -1,6 +1,6 @@
-"""An optimizer whose parameter groups have update rules of their own: Muon, and AdamW with moments in fewer bits.
+"""An optimizer with an update rule for each parameter group: Muon, and AdamW with moments in fewer bits.
 
-    muon     B = momentum B + (1 - momentum) G;  O = orthogonalised(momentum B + (1 - momentum) G)
+    muon     B = momentum B + (1 - momentum) G;  O = orthogonalized(momentum B + (1 - momentum) G)
              W = (1 - rate decay) W - rate 0.2 sqrt(max(rows, columns)) O
     adamw    arXiv:1711.05101
 
@@ -15,7 +15,7 @@ dtype, a slice of rows at a time. Every stored tensor is a plain tensor, sharded
     float32    the parameter's dtype
     bf16       rounded stochastically: the mean of the stored value is the value, where rounding to nearest would lose
                each change of less than 1/256. The noise is a function of step and parameter: a resumed run repeats it
-    int8       8-bit dynamic quantisation (arXiv:2110.02861): the nearest of 256 values times the largest magnitude of
+    int8       8-bit dynamic quantization (arXiv:2110.02861): the nearest of 256 values times the largest magnitude of
                a block, at most 0.73% of that magnitude away, less for small values. A mean of squares that is not zero
                is never stored as zero, by which the next update would divide. Blocks divide rows, so they do not
                depend on how rows are sharded. Small tensors keep the parameter's dtype (``block_size``)
@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,22 +43,20 @@ from torch.optim.adamw import adamw
 from taut.train import distributed
 from taut.train.distributed import local
 
-StateFormat = Literal["float32", "bf16", "int8"]
-
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 32
 """Elements that share a scale in int8; fewer would save little."""
 FEWEST = 4096
-"""Elements of the smallest tensor in int8, as in bitsandbytes."""
+"""Elements of the smallest tensor whose moments are int8, as in bitsandbytes."""
 DROPPED_BITS = 12
 NUM_CELLS = 2 ** (32 - DROPPED_BITS)
-"""Intervals of float32 in which all numbers are stored alike: those with the same leading bits, 11 of the fraction."""
+"""Number of intervals of float32 whose numbers get one code: they share the leading bits, 11 of the fraction."""
 SLICE = 2**22
-"""Elements that are updated at a time, which bounds the memory for the moments as they are computed with."""
+"""Elements that are updated at a time, to bound the memory of unpacked moments."""
 
 
 class GroupedOptimizer(torch.optim.AdamW):
-    """Each group has, beside AdamW's settings, ``rule`` (adamw or muon), ``state`` (StateFormat), and for Muon
-    ``momentum`` and ``ns_steps``.
+    """AdamW and Muon by group. A group has AdamW's settings, ``rule`` (adamw or muon), ``state`` (StateFormat), and for
+    Muon ``momentum`` and ``ns_steps``.
     """
 
     @torch.no_grad()
@@ -98,8 +96,8 @@ def new_state(parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Tenso
 
 
 def block_size(parameter: Tensor) -> int | None:
-    """The elements of a row that share a scale: the largest divisor of its length within the limits. None: the tensor
-    has no such divisor, is small or has no rows.
+    """Number of elements of a row that share a scale: the largest divisor of its length within the limits. None for a
+    tensor without such a divisor, for a small one, and for one without rows.
     """
     if parameter.ndim < 2 or parameter.numel() < FEWEST:
         return None
@@ -144,14 +142,14 @@ def _muon(
 
 
 def _slices(weight: Tensor) -> Iterator[slice]:
-    """Slices of the first dimension, of about ``SLICE`` elements."""
+    """Slices of the first dimension with about ``SLICE`` elements each."""
     count = max(1, SLICE // max(1, math.prod(weight.shape[1:])))
     for start in range(0, weight.shape[0], count):
         yield slice(start, start + count)
 
 
 def _load(state: dict[str, Tensor], name: str, rows: slice, dtype: torch.dtype) -> Tensor:
-    """A moment as it is computed with. What is stored in this dtype is not copied."""
+    """Unpack a moment to ``dtype``; one that is stored in this dtype is not copied."""
     stored = local(state[name])[rows]
     if stored.dtype != torch.uint8:
         return stored.to(dtype)
@@ -181,12 +179,12 @@ def _store(
 
 
 def _in_blocks(stored: Tensor, scale: Tensor) -> tuple[int, ...]:
-    """The shape with a dimension for each block; a rank may have no rows."""
+    """The shape of a moment divided into blocks; a rank may have no rows."""
     return *scale.shape, stored.shape[-1] // scale.shape[-1]
 
 
 def rounded_stochastically(value: Tensor, noise: torch.Generator) -> Tensor:
-    """float32 in bf16: one of the two neighbours, the nearer with the higher probability, so that the mean is right."""
+    """Round float32 to one of the two neighbors in bf16, with probabilities that keep the mean."""
     bits = value.contiguous().view(torch.int32)
     drawn = torch.randint(
         2**16, bits.shape, generator=noise, dtype=torch.int32, device=value.device
@@ -196,11 +194,9 @@ def rounded_stochastically(value: Tensor, noise: torch.Generator) -> Tensor:
 
 @cache
 def values_of_codes(is_signed: bool, device: torch.device) -> Tensor:
-    """The 256 values of a code, from -1 (or 0) to 1: the dynamic tree of arXiv:2110.02861, as in bitsandbytes and
-    torchao.
-
-    Seven decades; each lower one has half as many values. A value is the middle of an interval between 0.1 and 1,
-    times the decade; 0 and 1 are values of their own.
+    """The 256 values of a code, from -1 (unsigned: 0) to 1: the dynamic tree of arXiv:2110.02861, as in bitsandbytes
+    and torchao. Seven decades, each with half as many values as the next; a value is the middle of an interval between
+    0.1 and 1, times the decade. 0 and 1 are values too.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -213,8 +209,8 @@ def values_of_codes(is_signed: bool, device: torch.device) -> Tensor:
 
 @cache
 def codes_of_cells(is_signed: bool, device: torch.device) -> Tensor:
-    """The code of every float32 by its leading bits: the nearest value of the middle of all that share them. A look-up
-    is 17 times as fast as a search of the 256 values on a CPU.
+    """Leading bits of a float32 -> code of the value nearest to the middle of their interval. On a CPU a look-up is 17
+    times as fast as a search of the 256 values.
     """
     table = values_of_codes(is_signed, torch.device("cpu"))
     between = (table[1:] + table[:-1]) / 2

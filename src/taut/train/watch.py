@@ -1,16 +1,16 @@
-"""Ranks that watch each other: one that dies, or takes another way than the others, ends the run in seconds.
+"""Ranks watch each other: a rank that dies, or calls other collectives than the rest, ends the run within seconds.
 
-Each rank has a card in the store in which the ranks met: where it runs, what it does, and a beat. A thread renews it
-twice a second and looks for
+Each rank has a card in the store in which the ranks met: where it runs, what it does, and a beat. A thread renews the
+card twice a second and looks for
 
-- a failure that another rank has reported; that rank prints why
+- a failure that another rank has reported; that rank prints the reason
 - a process of this machine that is gone, and a rank whose beat has stopped for ``SILENCE``
-- ranks that wait for each other in different collectives, by PyTorch's own record of them (its flight recorder)
+- ranks that wait for each other in different collectives, by PyTorch's record of them (its flight recorder)
 - a store that is gone, with the launcher or the rank that held it
 
-and then gives this process time to end by itself (``NOTICE``, ``GRACE``): on a CPU its collectives break when another
-rank dies; on a GPU they wait, and nothing in Python runs. Nothing here is a collective, so it works beside a group that
-is stuck.
+and then gives this process time to end by itself (``NOTICE``, ``GRACE``): on a CPU its collectives fail when another
+rank dies; on a GPU they wait, and no Python code of theirs runs. Nothing here is a collective, so it works beside a
+group that is stuck.
 
 ``meet`` waits in the store for every rank, however long one of them works for all; a collective has ``TIMEOUT``.
 """
@@ -32,54 +32,53 @@ import torch
 import torch.distributed as dist
 
 from taut.errors import RankFailed
-from taut.io.console import tell
+from taut.io.console import print_line
 
 TIMEOUT = timedelta(minutes=10)
-"""How long ranks wait for each other in a collective; for one that works for all they wait in the store."""
+"""Longest wait in a collective; for a rank that works for all the others wait in the store."""
 BEAT = 0.5
-"""Seconds between two looks."""
+"""Seconds between two beats."""
 SILENCE = 120.0
-"""Seconds without a beat after which a rank of another machine is given up."""
+"""Seconds without a beat after which a rank of another machine counts as dead."""
 ASTRAY = 10.0
-"""Seconds after which ranks are given up of which one waits for all, and the other in a collective."""
+"""Seconds after which two ranks count as stuck, one of which waits in the store and the other in a collective."""
 NOTICE, GRACE = 2.0, 10.0
-"""Seconds in which a process may end by itself: once it has found a failure, and once another rank has reported one."""
+"""Seconds in which a process may end by itself after it has found a failure, and after another rank's report."""
 LINGER = 1.0
-"""Seconds that rank 0, if it holds the store itself, waits so that other failing ranks learn that they are not first.
-"""
+"""Seconds that rank 0 waits, if its process holds the store, for other failing ranks to read it."""
 RECORDED, RECORD_EVERY = "32", 4
-"""Collectives that PyTorch's record keeps, unless TORCH_FR_BUFFER_SIZE says otherwise; and the beats between two looks
-at it: reading it takes milliseconds.
+"""Collectives in PyTorch's record, unless TORCH_FR_BUFFER_SIZE is set; and beats between two readings of it, which
+take milliseconds.
 """
 PAUSE = 0.25
-"""Seconds, at most, between two questions to the store of a rank that waits for others."""
+"""Longest interval in seconds at which a waiting rank asks the store."""
 FAILED, EXIT_CODE, REASON = "taut/failed", "taut/exit_code", "taut/reason"
-"""Keys in the store: the number of failed ranks; the exit code and the line of the first one."""
+"""Keys in the store: number of failed ranks; exit code and message of the first one."""
 COLLECTIVE = re.compile(r"gloo|NCCL|ProcessGroup|DistBackendError|collective", re.IGNORECASE)
-"""In the messages of collectives that fail."""
+"""Matches the messages of collectives that fail."""
 
 
 class Collective(NamedTuple):
     """The last collective that a rank began."""
 
     number: int
-    """Its place in the order of its group."""
+    """Its number in the order of its group."""
     what: str
-    """Its operation; where all ranks give the same shapes, also dtypes and shapes."""
+    """Its operation, with dtypes and shapes where these are the same on all ranks."""
 
 
 @dataclass
 class Card:
-    """What a rank tells of itself."""
+    """The state of a rank, as the other ranks see it."""
 
     host: str
     pid: int
     doing: str
     beat: int = 0
     last: dict[str, Collective] = field(default_factory=dict)
-    """By group of ranks."""
+    """Group of ranks -> its last collective."""
     awaits_all: bool = False
-    """Whether it waits in the store (``meet``)."""
+    """Whether the rank waits in the store (``meet``)."""
 
     def encoded(self) -> str:
         return json.dumps([self.host, self.pid, self.doing, self.beat, self.last, self.awaits_all])
@@ -96,18 +95,18 @@ class Card:
 
 
 class Watch:
-    """This rank's card, and the thread that looks at those of the others."""
+    """This rank's card, and the thread that reads the others'."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.failure: RankFailed | None = None
-        """Why this rank has to end, as soon as that is known."""
+        """Why this rank must end; None while all is well."""
         self._store = store.clone()
         self._mine = Card(this_machine(), os.getpid(), "starting")
         self._others: dict[int, Card] = {}
         self._heard: dict[int, float] = {}
         self._apart: tuple[Any, float] | None = None
-        """How this rank and the next are in different places, and since when."""
+        """Collectives in which this rank and the next differ, and since when."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="watch", daemon=True)
         self._post()
@@ -115,17 +114,17 @@ class Watch:
         self._thread.start()
 
     def doing(self, what: str) -> None:
-        """Say what this rank does from now on."""
+        """Note what this rank does from now on."""
         self._mine.doing = what
         self._post()
 
     def stop(self) -> None:
-        """End the watch: from now on a rank may leave."""
+        """End the watch, so that a rank may leave."""
         self._is_over.set()
         self._thread.join()
 
     def meet(self, name: str) -> None:
-        """Wait until every rank has called this as often as this one. Raises RankFailed where one never will."""
+        """Wait until every rank has called this as often as this rank. Raises RankFailed if a rank has failed."""
         key, began = f"taut/meet/{name}", time.monotonic()
         arrived = int(self._store.add(key, 1))
         turn = (arrived - 1) // self.size
@@ -144,7 +143,7 @@ class Watch:
             self._mine.awaits_all = False
 
     def report(self, exit_code: int, line: str) -> bool:
-        """Note in the store that this rank has failed. Whether it is the first one, which prints the line."""
+        """Report in the store that this rank has failed. Returns whether it is the first one, which prints the line."""
         is_first = int(self._store.add(FAILED, 1)) == 1
         if is_first:
             self._store.set(REASON, line)
@@ -156,14 +155,14 @@ class Watch:
         return is_first
 
     def wait_for_failure(self) -> RankFailed | None:
-        """The failure of another rank, as soon as one is found; None where there is none."""
+        """Wait a moment for the failure of another rank; None if there is none."""
         deadline = time.monotonic() + 2 * BEAT
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return self.failure
 
     def explain(self, error: Exception) -> RankFailed | None:
-        """What broke the collective of which ``error`` tells; None for an error of another kind."""
+        """The failure that broke a collective, if ``error`` is that of a collective; else None."""
         if isinstance(error, torch.OutOfMemoryError) or not (
             isinstance(error, dist.DistError)
             or (isinstance(error, RuntimeError) and COLLECTIVE.search(str(error)))
@@ -183,6 +182,7 @@ class Watch:
 
     def _look_on(self) -> None:
         while self.failure is None and not self._is_over.wait(BEAT):
+            # a beat, and a look at the others
             try:
                 if self._mine.beat % RECORD_EVERY == 0:
                     self._mine.last = _last_collectives()
@@ -193,6 +193,7 @@ class Watch:
                     f"the store of the ranks is gone ({_sentence(error)}), with the launcher or the rank that held it; "
                     "expected both to live as long as the run; see what ended them, then go on with resume=true"
                 )
+        # give this process time to end by itself, then end it
         if self.failure is None or self._is_over.wait(GRACE if self.failure.is_told else NOTICE):
             return
         if not self.failure.is_told:
@@ -201,7 +202,7 @@ class Watch:
             except dist.DistError:  # gone with its store: nobody else can tell
                 is_first = True
             if is_first:
-                tell(f"taut: error: {self.failure}")
+                print_line(f"taut: error: {self.failure}")
         os._exit(self.failure.exit_code)
 
     def _post(self) -> None:
@@ -209,14 +210,14 @@ class Watch:
         self._store.set(f"taut/rank/{self.rank}", self._mine.encoded())
 
     def _reported(self) -> RankFailed | None:
-        """The failure that another rank has reported, and prints."""
+        """A failure that another rank has reported and prints."""
         if not self._store.check([EXIT_CODE]):
             return None
         line, code = self._store.get(REASON).decode(), int(self._store.get(EXIT_CODE))
         return RankFailed(line, exit_code=code, is_told=True)
 
     def _dead(self) -> RankFailed | None:
-        """A rank of this machine whose process is gone, or the next rank, where it has been silent for too long."""
+        """A failure if the process of a rank on this machine is gone, or the next rank has been silent for too long."""
         now, after = time.monotonic(), (self.rank + 1) % self.size
         asked = (
             [after] if self._others else [rank for rank in range(self.size) if rank != self.rank]
@@ -230,6 +231,7 @@ class Watch:
             if rank not in self._others or self._others[rank].beat != card.beat:
                 self._heard[rank] = now
             self._others[rank] = card
+        # by the process table on this machine, by silence on others
         for rank, card in self._others.items():
             if card.host == self._mine.host and not _is_alive(card.pid):
                 return self._died(rank, card, "is gone")
@@ -246,7 +248,7 @@ class Watch:
         )
 
     def _astray(self) -> RankFailed | None:
-        """The next rank and this one, if they are in different collectives, or one waits for all before the other's."""
+        """A failure if this rank and the next are in different collectives, or one waits in the store meanwhile."""
         after, mine = (self.rank + 1) % self.size, self._mine
         other, now = self._others[after], time.monotonic()
         apart: list[Any] = []
@@ -275,7 +277,7 @@ class Watch:
 
 
 def _last_collectives() -> dict[str, Collective]:
-    """The last collective of each group that this process has begun. NCCL keeps a record of its own."""
+    """The last collective of each group that this process has begun, from the records of PyTorch and NCCL."""
     found: dict[str, Collective] = {}
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # the second: in builds with NCCL
         read = getattr(torch._C._distributed_c10d, dump, None)
@@ -293,13 +295,13 @@ def _last_collectives() -> dict[str, Collective]:
 
 
 def _sentence(error: Exception) -> str:
-    """The first sentence of a library's message, in one line and without its source line."""
+    """First sentence of a library's message, in one line and without its source location."""
     text = " ".join(str(error).split())
     return re.sub(r"^\[[^\]]*\] ", "", text).split(". ")[0][:200]
 
 
 def this_machine() -> str:
-    """The host's name, and what tells apart machines of one name, and containers with processes of their own."""
+    """Name of the host, with ids that distinguish machines of one name and containers with their own processes."""
     parts = [socket.gethostname()]
     boot = Path("/proc/sys/kernel/random/boot_id")
     if boot.is_file():
@@ -308,7 +310,7 @@ def this_machine() -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs: one that has ended and is not yet waited for does not."""
+    """Whether a process of this machine runs; one that has ended without being waited for does not."""
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:

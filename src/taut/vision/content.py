@@ -10,7 +10,7 @@ file is found here.
 
 As in ``transformers.image_utils.load_image``, and so in TRL, the orientation of the camera (EXIF) is applied, an alpha
 channel is dropped, and of several frames the first is taken. Unlike there, grey images of 16 bits keep their upper
-byte, as colours of 16 bits do (there all above 255 is white), and 32 bits a pixel are refused. An image larger than
+byte, as colors of 16 bits do (there all above 255 is white), and 32 bits a pixel are refused. An image larger than
 ``max_pixels`` is scaled down, its aspect ratio kept.
 
 Of a video, the frames shown at 0, 1 / fps, 2 / fps, ... seconds are taken, each once; where these are more than
@@ -30,19 +30,18 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from PIL import Image
-from pydantic import Field
 
-from taut.config import configclass
 from taut.errors import PictureError
-from taut.extras import install_command
 from taut.io import files, http
+from taut.io.extras import install_command
 from taut.vision import decoding
 from taut.vision.decoder import FORMATS as FORMATS
-from taut.vision.decoder import MOST_PIXELS, line, png_bytes
+from taut.vision.decoder import line, png_bytes
+from taut.vision.settings import ImagesConfig
 
 SECONDS = 60.0
 """Time limit of fetching one image, all attempts and redirects together."""
@@ -66,47 +65,6 @@ MAGIC = {
 """First bytes of the formats that are read."""
 READER = 1
 """Raise it whenever the same bytes could give other pixels."""
-
-
-@configclass
-class ImagesConfig:
-    """How pictures and videos in the data are read, and their limits."""
-
-    folder: str | None = None
-    """Folder of relative paths of pictures; by default that of the data file, then the working directory."""
-    max_bytes: Annotated[int, Field(ge=1)] = 64 * 2**20
-    """Largest encoded size of a picture, in bytes."""
-    limit_pixels: Annotated[int, Field(ge=1, le=MOST_PIXELS)] = 80_000_000
-    """Largest number of pixels of a picture; one with more in its header is refused before it is decoded."""
-    limit_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """Time limit of decoding a picture, in seconds; after it the picture counts as one that cannot be used."""
-    limit_video_pixels: Annotated[int, Field(ge=1)] = 10**11
-    """Largest number of pixels of all frames of a video together; one with more is refused before it is decoded. The
-    default allows 26 minutes of 1920 x 1080 at 30 frames a second. GIF, WebP and APNG, which decode slowly, may have a
-    tenth of it."""
-    limit_video_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """Time limit of decoding a video, in seconds."""
-    max_pixels: Annotated[int, Field(ge=1)] | None = None
-    """Larger pictures are scaled down to this number of pixels, aspect ratio kept, before the model's own processor."""
-    min_pixels: Annotated[int, Field(ge=1)] | None = None
-    """Smaller pictures, and frames of a video, are scaled up to this number of pixels by the model's own processor, in
-    place of its own lower limit: for the Qwen family."""
-    allow_urls: bool = False
-    """Fetch pictures at http and https addresses, once, into the cache (also from hosts that only this machine can
-    reach: trust the data)."""
-    bad: Literal["error", "drop"] = "error"
-    """What happens to a row whose picture cannot be read or exceeds a limit: the run ends, or the row is left out and
-    listed."""
-    workers: Annotated[int, Field(ge=1)] = 4
-    """Number of threads that decode pictures in advance."""
-    memory_bytes: Annotated[int, Field(ge=0)] = 2**30
-    """Memory for pictures that are ready for the model, in bytes; the least recently used is removed first."""
-    fps: Annotated[float, Field(gt=0)] = 2.0
-    """Frames taken per second of video."""
-    max_frames: Annotated[int, Field(ge=1)] = 64
-    """Largest number of frames of a video; of a longer one so many are taken, evenly spread."""
-    max_frame_pixels: Annotated[int, Field(ge=1)] | None = None
-    """Larger frames of a video file are scaled down to this number of pixels. max_pixels holds for them as well."""
 
 
 @dataclass(frozen=True)
@@ -175,15 +133,12 @@ def read_file(path: str, most: int) -> bytes:
             content = file.read(min(most, size) + 1)
     except PictureError:
         raise
-    except FileNotFoundError:
-        raise PictureError(
-            f"there is no file {name}; expected a picture; correct the path or put the file there"
-        ) from None
     except (OSError, ValueError) as error:  # ValueError: not a valid path
         reason = getattr(error, "strerror", None) or error
-        raise PictureError(
-            f"the picture {name} cannot be read: {reason}; expected a file; correct the path or its permissions"
-        ) from None
+        fault = f"the picture {name} cannot be read: {reason}; expected a file; correct the path or its permissions"
+        if isinstance(error, FileNotFoundError):
+            fault = f"there is no file {name}; expected a picture; correct the path or put the file there"
+        raise PictureError(fault) from None
     _require_bytes(len(content), name, most)
     return content
 
@@ -224,7 +179,7 @@ def _not_fetched(name: str, failure: str) -> PictureError:
 
 
 def mime_type(content: bytes) -> str | None:
-    """The type of an encoded image by its first bytes; None: none of FORMATS."""
+    """The type of an encoded image by its first bytes; None for types that are not in FORMATS."""
     for magic, mime in MAGIC.items():
         if content.startswith(magic) and (mime != "image/webp" or content[8:12] == b"WEBP"):
             return mime
@@ -281,13 +236,13 @@ def _decoded(
         ) from None
     except decoding.Died as error:
         reply, pixels = {"error": f"its decoder {error}", "why": "broken"}, b""
-    if reply.get("why") == "refused":
-        raise PictureError(reply["error"])
-    if "error" in reply:
-        raise PictureError(
-            f"the picture {name} is damaged or cut short ({reply['error']}); expected one that can be decoded whole; "
-            "get the file again, or remove the row"
-        )
+    if fault := reply.get("error"):
+        if reply["why"] != "refused":
+            fault = (
+                f"the picture {name} is damaged or cut short ({fault}); expected one that can be decoded whole; get "
+                "the file again, or remove the row"
+            )
+        raise PictureError(fault)
     width, height = reply["size"]
     return (width, height), pixels
 
@@ -321,28 +276,27 @@ def frames_of(
     limits = images.limit_pixels, images.limit_video_pixels, images.limit_video_seconds
     try:
         frames = _frames(film, fps, max_frames, images.max_frame_pixels, limits, _stamp(film))
-    except TimeoutError:
-        raise PictureError(
-            f"{place}: the video {film.name} takes longer than {images.limit_video_seconds:g} s to decode; expected at "
-            "most so long; cut it, remove the row, or raise data.images.limit_video_seconds"
-        ) from None
-    except _Unreadable as error:
-        if error.why == "refused":
-            raise PictureError(f"{place}: the video {film.name} {error}") from None
-        if error.why == "import":
-            raise PictureError(
-                f"{place}: reading the video {film.name} needs PyAV, which is not installed; give the video as "
-                f"GIF, WebP or a list of frames, or run: {install_command('video')}"
-            ) from None
-        raise PictureError(
-            f"{place}: the video {film.name} cannot be read ({error}); expected a whole file; mend it or remove the row"
-        ) from None
+    except (TimeoutError, _Unreadable) as error:
+        fault = f"cannot be read ({error}); expected a whole file; mend it or remove the row"
+        if isinstance(error, TimeoutError):
+            fault = (
+                f"takes longer than {images.limit_video_seconds:g} s to decode; expected at most so long; cut it, "
+                "remove the row, or raise data.images.limit_video_seconds"
+            )
+        elif error.why == "refused":
+            fault = str(error)
+        elif error.why == "import":
+            fault = (
+                "needs PyAV, which is not installed; give it as GIF, WebP or a list of frames, or run: "
+                f"{install_command('video')}"
+            )
+        raise PictureError(f"{place}: the video {film.name} {fault}") from None
     file = "" if isinstance(film.value, bytes) else str(Path(film.value).absolute())
     return [frame._replace(image=replace(frame.image, film=file)) for frame in frames]
 
 
 def _stamp(film: ImageRef) -> tuple[int, int]:
-    """Time of last change and size of the file. Refuses what is no regular file: to open a pipe may block for ever."""
+    """Time of last change and size of the file, which has to be a regular one: to open a pipe may block for ever."""
     if isinstance(film.value, bytes):
         return 0, 0
     try:
@@ -362,8 +316,8 @@ def _frames(
     limits: tuple[int, int, float],
     stamp: tuple[int, int],
 ) -> tuple[Frame, ...]:
-    """Kept for the rows that follow, which may use the same video; the answers of one row do. ``limits``: pixels of a
-    frame, pixels of the video, seconds; ``stamp`` changes when the file does.
+    """The frames of a video, kept for the rows that follow: the answers of one row have the same video. ``limits``:
+    pixels of a frame, pixels of the video, seconds; ``stamp`` changes when the file does.
     """
     limit_pixels, limit_video_pixels, seconds = limits
     content = film.value if isinstance(film.value, bytes) else b""

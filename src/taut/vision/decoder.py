@@ -12,7 +12,7 @@ Only the formats below are parsed, by content. Input that would take long or muc
 decoded, where the file shows it: pixels, the scans of a JPEG, the frames of a video times their pixels. The parent
 kills a job that takes too long for another reason, and the system limits memory.
 
-Imports errors, io/helper, PIL and the standard library; ``av`` where a video needs it.
+Imports errors, io/worker_process, PIL and the standard library; ``av`` where a video needs it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from typing import Any, TypeAlias
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from taut.errors import PictureError
-from taut.io.helper import begin
+from taut.io.worker_process import begin
+from taut.vision.settings import MOST_PIXELS
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are parsed, by content. Others run programs (EPS), or their parsers are little maintained."""
@@ -43,8 +44,6 @@ CONTAINERS = "mov,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,m4v,h264,hevc,mjpeg"
 """Formats of videos that PyAV reads. Playlists, which name other files, are not among them."""
 MOST_SCANS = 100
 """Largest number of scans of a JPEG; encoders make about ten. Each visits every pixel again, in a few bytes."""
-MOST_PIXELS = 89_478_485
-"""Number of pixels above which Pillow suspects a decompression bomb."""
 SLOWER = 10
 """How many times as many pixels a second PyAV decodes as PIL does."""
 THREADS = 4
@@ -66,7 +65,7 @@ BROKEN = (
     zlib.error,
 )
 """Errors of Pillow on bytes that are no image, or a truncated one."""
-SHOWN = 160
+MAX_SHOWN = 160
 """Largest number of characters of a name or a reason in messages."""
 
 Reply: TypeAlias = tuple[dict[str, Any], bytes]
@@ -88,6 +87,7 @@ def main(descriptor: int, leash: int) -> None:
 
 
 def _replies(job: dict[str, Any], content: bytes) -> Iterator[Reply]:
+    # Let the system limit the memory of the job.
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     most = job["memory"] if hard == resource.RLIM_INFINITY else min(job["memory"], hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
@@ -119,21 +119,19 @@ def _picture(job: dict[str, Any], content: bytes) -> Image.Image:
     name, limit = job["name"], job["limit_pixels"]
     try:
         with Image.open(BytesIO(content), formats=FORMATS) as image:
-            width, height = image.size
+            # Refuse what would take long before it is decoded.
+            (width, height), fault = image.size, ""
             if min(width, height) < 1:
-                raise PictureError(
-                    f"the picture {name} is {width} x {height}; expected pixels; remove the row"
+                fault = f"is {width} x {height}; expected pixels; remove the row"
+            elif width * height > limit:
+                fault = (
+                    f"claims {width:,} x {height:,} pixels; expected at most {limit:,}; make it smaller or raise "
+                    "data.images.limit_pixels"
                 )
-            if width * height > limit:
-                raise PictureError(
-                    f"the picture {name} claims {width:,} x {height:,} pixels; expected at most {limit:,}; make it "
-                    "smaller or raise data.images.limit_pixels"
-                )
-            if (scans := num_scans(content)) > MOST_SCANS:
-                raise PictureError(
-                    f"the picture {name} is a JPEG of {scans:,} scans; expected at most {MOST_SCANS}; encode it again, "
-                    "or remove the row"
-                )
+            elif (scans := num_scans(content)) > MOST_SCANS:
+                fault = f"is a JPEG of {scans:,} scans; expected at most {MOST_SCANS}; encode it again or remove it"
+            if fault:
+                raise PictureError(f"the picture {name} {fault}")
             if job["kind"] == "claim":
                 return image
             image.load()
@@ -167,13 +165,13 @@ def num_scans(content: bytes) -> int:
 
 
 _MARKER = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]")
-"""In entropy-coded data 0 or a restart follows FF."""
+"""FF and the kind of a marker; in entropy-coded data 0 or a restart follows FF."""
 _BARE = (0x01, 0xD8)
 """Markers without a length."""
 
 
 def _rgb(image: Image.Image, name: str) -> Image.Image:
-    """Upright, and in three channels of 8 bits."""
+    """The image upright, in three channels of 8 bits."""
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode in ("I", "F"):
         raise PictureError(
@@ -183,7 +181,7 @@ def _rgb(image: Image.Image, name: str) -> Image.Image:
         upper = 0 if image.mode == "I;16B" else 1
         image = Image.frombytes("L", image.size, image.tobytes()[upper::2])
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # the same colours, and no warning
+        image = image.convert("RGBA")  # the same colors, and no warning
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
@@ -251,6 +249,7 @@ def _decoded(job: dict[str, Any], source: str | BytesIO) -> Iterator[tuple[float
             stream = container.streams.video[0]
             stream.codec_context.thread_count = THREADS
             _require_few(job, stream.width, stream.height, 1)
+            # The times of all frames, before any is decoded.
             unit = float(stream.time_base or 0)
             packets = [
                 (packet.pts, packet.duration or 0)
@@ -265,6 +264,7 @@ def _decoded(job: dict[str, Any], source: str | BytesIO) -> Iterator[tuple[float
             end = starts[-1] + (last[1] * unit or NO_DURATION)
             chosen = _chosen(starts, end, job["fps"], job["max_frames"])
             wanted = [times[index] for index in chosen]
+            # Decode from the start on, up to the last chosen frame.
             container.seek(times[0], stream=stream)
             for frame in container.decode(stream):
                 _require_few(job, frame.width, frame.height, 1)  # the size may change on the way
@@ -283,17 +283,20 @@ def _decoded(job: dict[str, Any], source: str | BytesIO) -> Iterator[tuple[float
 def _require_few(
     job: dict[str, Any], width: int, height: int, num_frames: int, slower: int = 1
 ) -> None:
+    """Raise PictureError for a video whose frames are too large, or too many for their size."""
     limit, total = job["limit_pixels"], job["limit_video_pixels"] // slower
+    size, fault = f"frames of {width:,} x {height:,} pixels", ""
     if width * height > limit:
-        raise PictureError(
-            f"has frames of {width:,} x {height:,} pixels; expected at most {limit:,}; make it smaller or raise "
-            "data.images.limit_pixels"
+        fault = (
+            f"{size}; expected at most {limit:,}; make it smaller or raise data.images.limit_pixels"
         )
-    if width * height * num_frames > total:
-        raise PictureError(
-            f"has {num_frames:,} frames of {width:,} x {height:,} pixels; expected at most {total:,} pixels in all; "
-            "cut it, make it smaller or raise data.images.limit_video_pixels"
+    elif width * height * num_frames > total:
+        fault = (
+            f"{num_frames:,} {size}; expected at most {total:,} pixels in all; cut it, make it smaller or raise "
+            "data.images.limit_video_pixels"
         )
+    if fault:
+        raise PictureError(f"has {fault}")
 
 
 def _chosen(starts: Sequence[float], end: float, fps: float, max_frames: int) -> list[int]:
@@ -308,4 +311,4 @@ def _chosen(starts: Sequence[float], end: float, fps: float, max_frames: int) ->
 def line(text: str) -> str:
     """The text in one line, shortened to its end, which distinguishes files."""
     shown = text if text.isprintable() else ascii(text)
-    return shown if len(shown) <= SHOWN else f"...{shown[-SHOWN:]}"
+    return shown if len(shown) <= MAX_SHOWN else f"...{shown[-MAX_SHOWN:]}"

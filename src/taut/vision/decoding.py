@@ -6,7 +6,7 @@ A process does one job at a time and is kept for the next; threads that decode a
 that takes longer than ``seconds``, or more memory than allowed, loses its process and is an error; so is one whose
 process crashes.
 
-Does not know what is decoded: ``decoder.py`` is the program of the processes (``taut.io.helper``).
+Does not know what is decoded: ``decoder.py`` is the program of the processes (``taut.io.worker_process``).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from threading import BoundedSemaphore, Lock
 from typing import Any
 
 from taut.errors import DataError
-from taut.io.helper import Helper, Late, how_it_ended
+from taut.io.worker_process import Helper, Late, how_it_ended
 
 START_SECONDS = 60.0
 """Time limit of the start of a process, which does not count as a job's time."""
-MOST = max(4, os.cpu_count() or 1)
+MAX_PROCESSES = max(4, os.cpu_count() or 1)
 """Largest number of processes."""
 COMMAND = "from taut.vision.decoder import main; main({}, {})"
 SETTINGS = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
@@ -35,7 +35,7 @@ class Died(Exception):
     """The process ended before it answered; the text says how."""
 
 
-_lock, _slots = Lock(), BoundedSemaphore(MOST)
+_lock, _slots = Lock(), BoundedSemaphore(MAX_PROCESSES)
 _idle: list[Helper] = []
 
 
@@ -61,8 +61,8 @@ def replies(
             if status == -signal.SIGKILL:
                 # not the fault of an image, so no row is left out for it
                 raise DataError(
-                    "the process that decodes pictures was killed, as the system does when memory runs out; expected "
-                    "it to be left alone; set data.images.workers lower, or run where there is more memory"
+                    "the process that decodes pictures was killed, as when memory runs out; expected it to live; lower "
+                    "data.images.workers, or run where there is more memory"
                 ) from None
             raise Died(how_it_ended(status)) from None
         finally:
@@ -85,6 +85,7 @@ def _take_helper() -> Helper:
         raise DataError(
             f"no process can be started to decode pictures in: {error.strerror}; expected one; end other programs"
         ) from None
+    # Wait until it is ready: its imports do not count as a job's time.
     try:
         with helper.limit(START_SECONDS):
             helper.pipe.recv_bytes()
@@ -108,7 +109,7 @@ def end_all() -> None:
 
 def _begin_forked() -> None:
     global _lock, _slots
-    _lock, _slots = Lock(), BoundedSemaphore(MOST)
+    _lock, _slots = Lock(), BoundedSemaphore(MAX_PROCESSES)
     _idle.clear()
 
 

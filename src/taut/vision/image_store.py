@@ -1,7 +1,7 @@
-"""The images of a run: read once for their size while data are tokenised, and made into tensors for a micro-batch.
+"""The images of a run: read once for their size while data are tokenized, and made into tensors for a micro-batch.
 
 ``see`` reads a reference whole and notes the SHA-256 of its bytes, their file, and the size of the image, upright and
-scaled down to ``max_pixels``: all that tokenising needs. Images without a file (bytes, addresses) are stored as one,
+scaled down to ``max_pixels``: all that tokenizing needs. Images without a file (bytes, addresses) are stored as one,
 DIRECTORY/SHA-256, and an address is fetched once. ``picture`` is a handle that costs nothing. Its ``tensors`` reads the
 file again, compares it with the SHA-256, and passes the pixels to the model's processor. ``expect`` begins that in
 threads.
@@ -29,22 +29,15 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 import cachetools
 from torch import Tensor
 
-from taut.config import changed, fields_of
+from taut.config import changed
 from taut.errors import ConfigError, DataError, ModelError, OutputError, PictureError
 from taut.io import files
 from taut.io.temporary import TemporaryFolder
 from taut.types import Picture
-from taut.vision.content import (
-    READER,
-    ImageRef,
-    ImagesConfig,
-    decode,
-    decoded_size,
-    encoded,
-    read_file,
-)
+from taut.vision.content import READER, ImageRef, decode, decoded_size, encoded, read_file
 from taut.vision.placeholders import Processor, Shape
 from taut.vision.processors import open_processor
+from taut.vision.settings import ImagesConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -58,18 +51,6 @@ READ_AS = "data.images"
 """Default name of the settings of images, in errors."""
 END_SECONDS = 10.0
 """Longest wait for jobs that are running when the threads end."""
-OF_ROWS = (
-    "folder",
-    "allow_urls",
-    "bad",
-    "workers",
-    "fps",
-    "max_frames",
-    "max_frame_pixels",
-    "limit_video_pixels",
-    "limit_video_seconds",
-)
-"""Settings of images that apply to files of rows only."""
 
 
 # -- opening a model's store
@@ -91,8 +72,10 @@ def open_image_store(
     processor = open_processor(path, config, tokenizer, trust_remote_code, images.min_pixels)
     if processor is not None:
         return ImageStore(processor, images, directory / "pictures", key)
-    reader = f"model={path}, which takes no pictures"
-    require_unset(images, fields_of(ImagesConfig), reader, key)
+    for name in changed(images):
+        raise ConfigError(
+            f"{key}.{name} would be ignored by model={path}, which takes no pictures; expected it unset; remove it"
+        )
     return None
 
 
@@ -114,16 +97,6 @@ def require_same_processor(
         raise ModelError(
             f"{key}={path} {fault}, and is given those of the model that trains; expected the same processor; name a "
             "model of the same family with equal processor files"
-        )
-
-
-def require_unset(
-    images: ImagesConfig, names: Iterable[str], reader: str, key: str = "images"
-) -> None:
-    """Raise ConfigError where one of these settings would be ignored."""
-    for name in changed(images, names):
-        raise ConfigError(
-            f"{key}.{name} would be ignored by {reader}; expected it unset; remove it"
         )
 
 
@@ -289,7 +262,7 @@ class ImageStore:
     # -- looking
 
     def _look(self, ref: ImageRef) -> Seen | str:
-        """The image as it is seen, or why it cannot be used."""
+        """The file and size of an image, or why it cannot be used."""
         try:
             content = self._fetched(ref) if ref.kind == "url" else encoded(ref, self.images)
             size = decoded_size(content, ref.name, self.images)

@@ -1,7 +1,7 @@
 """How a family of vision-language models turns an image into tokens: their number and text, and their position ids.
 
 ``Processor`` has one implementation per family (``vision/processors``), each compared with the library's own processor
-in tests. ``shape`` needs an image's size only, so data are tokenised without scaling a pixel.
+in tests. ``shape`` needs an image's size only, so data are tokenized without scaling a pixel.
 
 ``positions_of`` numbers the tokens of one sample, before packing. Where a model numbers images in three dimensions
 (M-RoPE, arXiv:2409.12191), a text token has one number on all axes, one more than the largest before it; the

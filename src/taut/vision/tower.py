@@ -51,7 +51,7 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
     kind, image_id = family(backbone), inner.config.image_token_id
     adapter = FAMILIES[kind]
     features = features_of(backbone, media)
-    # number of placeholders of each image; and of those before the first, between two, and after the last
+    # The number of placeholders of each image; and of those before the first, between two, and after the last.
     before_T = nn.functional.pad((ids_T == image_id).cumsum(0), (1, 0))
     bounds = [0, *(bound for image in media for bound in (image.start, image.stop)), ids_T.numel()]
     counts: list[int] = before_T[torch.tensor(bounds, device=ids_T.device)].diff().tolist()
@@ -59,10 +59,10 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
         if of_image.main_ND.shape[0] != count:
             raise ModelError(
                 f"{kind}: the vision tower gives {of_image.main_ND.shape[0]} features for the picture "
-                f"{image.picture.source}, which has {count} placeholders; expected as many; copy the processor's files "
-                "that belong to this model"
+                f"{image.picture.source}, which has {count} placeholders; expected as many; copy the processor's "
+                "files"
             )
-    # a stray placeholder, which a model can write, is a token like others: its feature is its embedding
+    # A stray placeholder, which a model can write, is a token like others: its feature is its embedding.
     every: list[Features] = []
     for num_strays, following in zip(counts[::2], [*features, None], strict=True):
         if num_strays:
@@ -73,6 +73,7 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
             every.append(Features(embedded, deep))
         if following is not None:
             every.append(following)
+    # The library's own form for what the tower would return.
     main: Any = [of_image.main_ND for of_image in every]
     output = BaseModelOutputWithPooling()
     output.pooler_output = torch.cat(main) if adapter.is_one_tensor else main
@@ -218,24 +219,15 @@ def _num_tiles(pictures: Sequence[Tensors]) -> list[int]:
     return [tensors["pixel_values"].shape[0] for tensors in pictures]
 
 
-def _patches(pictures: Sequence[Tensors]) -> Arguments:
-    """Images of any sizes: the tower packs them."""
-    return {name: _join(pictures, name) for name in ("pixel_values", "image_grid_thw")}
-
-
-def _placed_patches(pictures: Sequence[Tensors]) -> Arguments:
-    """Patches with their places."""
-    return {name: _join(pictures, name) for name in ("pixel_values", "image_position_ids")}
-
-
-def _tiles(pictures: Sequence[Tensors]) -> Arguments:
-    return {"pixel_values": _join(pictures, "pixel_values")}
+def _joined(*names: str) -> Callable[[Sequence[Tensors]], Arguments]:
+    """A function that joins these tensors of images, of any sizes where the tower packs them."""
+    return lambda pictures: {name: _join(pictures, name) for name in names}
 
 
 def _batch_of_tiles(pictures: Sequence[Tensors]) -> Arguments:
-    """The library leaves out tiles of zeros only, as if they were padding of a batch: one value of such a tile becomes
-    the smallest positive number.
-    """
+    """Tiles as one row of a batch."""
+    # The library leaves out tiles of zeros, as if they were padding of a batch: one value of such a tile becomes the
+    # smallest positive number.
     pixels = _join(pictures, "pixel_values")
     first = torch.zeros_like(pixels[0])
     first[0, 0, 0] = torch.finfo(pixels.dtype).tiny
@@ -244,9 +236,9 @@ def _batch_of_tiles(pictures: Sequence[Tensors]) -> Arguments:
 
 
 def _sized_tiles(pictures: Sequence[Tensors]) -> Arguments:
-    """An image that is alone in its sample has tiles, one of several has none: the library decides by the number of
-    images in the sample.
-    """
+    """Tiles, with the sizes of their images."""
+    # An image that is alone in its sample has tiles, one of several has none: the library decides by the number of
+    # images in the sample.
     tiles = _num_tiles(pictures)
     return {
         "pixel_values": _join(pictures, "pixel_values"),
@@ -328,13 +320,8 @@ def _by_tile(tensors: Tensors) -> tuple[Any, ...]:
     return (*pixels.shape[1:], pixels.shape[0] > 1)
 
 
-def _by_itself(tensors: Tensors) -> tuple[Any, ...]:
-    """Gemma 4 pools in float32, where sums depend on what is computed together."""
-    return (id(tensors),)
-
-
 class Family(NamedTuple):
-    """How the library's model of a family computes features."""
+    """The calls by which the library's model of a family computes features."""
 
     arguments: Callable[[Sequence[Tensors]], Arguments]
     """Arguments of ``get_image_features``, and of the model's own forward, for images of one group."""
@@ -352,7 +339,14 @@ class Family(NamedTuple):
     """Whether the library takes the features of all images as one tensor; else as a list."""
 
 
-_QWEN = Family(_patches, _each, _patch_noise, lambda _: (), "mm_token_type_ids")
+_TILES = _joined("pixel_values")
+_QWEN = Family(
+    _joined("pixel_values", "image_grid_thw"),
+    _each,
+    _patch_noise,
+    group=lambda _: (),
+    types="mm_token_type_ids",
+)
 _IDEFICS = Family(_batch_of_tiles, _by_tiles, _corner_noise, is_one_tensor=True)
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": _QWEN,
@@ -361,13 +355,20 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe": _QWEN,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
-    "internvl": Family(_tiles, _by_tiles, _tile_noise, is_one_tensor=True),
+    "internvl": Family(_TILES, _by_tiles, _tile_noise, is_one_tensor=True),
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
     "llava_onevision": Family(_sized_tiles, _each, _rows_noise),
-    "gemma3": Family(_tiles, _by_tiles, _tile_noise, types="token_type_ids", is_one_tensor=True),
+    "gemma3": Family(_TILES, _by_tiles, _tile_noise, types="token_type_ids", is_one_tensor=True),
     "gemma4": Family(
-        *(_placed_patches, _each, _placed_noise, _by_itself, "mm_token_type_ids"), pads_strays=True
+        _joined("pixel_values", "image_position_ids"),
+        _each,
+        _placed_noise,
+        group=lambda tensors: (
+            id(tensors),
+        ),  # alone: it pools in float32, whose sums depend on company
+        types="mm_token_type_ids",
+        pads_strays=True,
     ),
 }
 """model_type -> family. A model with a vision tower that is not listed is refused by name."""

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from tests.checks.faults.template import PLAIN, WORDS, rows_of, templated, tokenized
 from tests.checks.planting import Place, fault
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import CHATML, LLAMA3, QWEN3, TEMPLATES, tiny_tokenizer
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import CHATML, LLAMA3, QWEN3, TEMPLATES, tiny_tokenizer
 
 from taut.checks.session import Session
-from taut.data.render import Renderer
+from taut.data.render.render import Renderer
 from taut.types import Sample
 
 # -- template.bos
@@ -60,39 +60,15 @@ def a_system_prompt_at_inference_only(place: Place, is_faulty: bool) -> Session:
 
 # -- template.boundary
 
-SPOKEN = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'Question: ' + message['content'] + '\\n' }}"
-    "{% else %}{{ 'Answer: ' + message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Answer:PADDED' }}{% endif %}"
-)
-
-
-@fault("template.boundary", says="white space")
-def a_space_at_the_end_of_the_generation_prompt(place: Place, is_faulty: bool) -> Session:
-    """'Answer: ' ends in a token that no row has: there the space belongs to the word after it."""
-    return templated(place, SPOKEN.replace("PADDED", " " if is_faulty else ""))
-
 
 @fault("template.boundary", says="white space")
 def a_space_at_the_end_of_prompts(place: Place, is_faulty: bool) -> Session:
-    """The same in prompts with completions."""
+    """'and: ' ends in a token that no row has: there the space belongs to the word after it."""
     space = (" ", "") if is_faulty else ("", " ")
     rows = [
         {"prompt": f"{words} and:{space[0]}", "completion": f"{space[1]}{words}"} for words in WORDS
     ]
     return place.session(data=place.data(rows))
-
-
-@fault("template.boundary", says="in the row")
-def answers_that_begin_with_a_line_break(place: Place, is_faulty: bool) -> Session:
-    """Two line breaks are one token, the generation prompt ends with one line break."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(["\n\n"])
-    model = save_tiny("llama", place.directory / "llama", tokenizer)
-    rows = rows_of("user", "assistant")
-    for row in rows:
-        row["messages"][1]["content"] = ("\n" if is_faulty else "") + row["messages"][1]["content"]
-    return place.session(model, place.data(rows))
 
 
 # -- template.parts

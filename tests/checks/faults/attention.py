@@ -101,7 +101,7 @@ def _reaching(place: Place, change: Callable[[Layout], Layout]) -> None:
     place.patch.setitem(attention_backends.BACKENDS, "reference", wrong)
 
 
-@fault("attention.neighbour", says="first seen after")
+@fault("attention.neighbor", says="first seen after")
 def one_sequence_of_all_samples(place: Place, is_faulty: bool) -> Session:
     """The kernel is told nothing of where samples begin: packing without boundaries (F5)."""
 
@@ -113,7 +113,7 @@ def one_sequence_of_all_samples(place: Place, is_faulty: bool) -> Session:
     return place.session()
 
 
-@fault("attention.neighbour", says="attention=reference")
+@fault("attention.neighbor", says="attention=reference")
 def boundaries_that_are_one_token_late(place: Place, is_faulty: bool) -> Session:
     """cu_seqlens off by one: the first token of a sample still belongs to the sample before it."""
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from PIL import Image
-from tests.chat_runs import WORDS, chats
 from tests.checks.planting import Place, fault
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import WORDS, chats
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.checks.session import Session
 from taut.data import batching
@@ -105,6 +105,26 @@ def a_system_prompt_beside_a_completion(place: Place, is_faulty: bool) -> Sessio
     ]
     ignored = [] if is_faulty else ["system"]
     return place.session(data=place.data(rows), data__ignore_keys=ignored)
+
+
+@fault("data.columns", says="system_prompt is passed over", outcome="warning", part="quick")
+def instructions_in_a_column_of_another_name(place: Place, is_faulty: bool) -> Session:
+    """The system prompt is beside the messages, under a name of the data set's own."""
+    rows = talks(*plain(), system_prompt="You are a kind cat.", source="a web site", id="x1")
+    columns = {} if is_faulty else {"system": "system_prompt"}
+    return place.session(data=place.data(rows), data__columns=columns)
+
+
+@fault("data.columns", says="join it to the prompt")
+def an_input_beside_the_prompt_of_a_preference(place: Place, is_faulty: bool) -> Session:
+    """What the question is about stands in Alpaca's column, and the question in another format's."""
+    rows = [
+        {"prompt": q, "input": about, "chosen": a, "rejected": w}
+        for q, about, a, w in zip(*plain(), words(NUM_ROWS + 1), words(NUM_ROWS), strict=False)
+    ]
+    mapping = {} if is_faulty else {"instruction": "prompt"}
+    keys = {"method": "dpo", "data__apply_chat_template": True}
+    return place.session(data=place.data(rows), data__columns=mapping, **keys)
 
 
 @fault("data.columns", says="preferences")
@@ -297,7 +317,7 @@ def a_few_rows_in_a_wrong_encoding(place: Place, is_faulty: bool) -> Session:
 
 @fault("data.tokens", says="a control character", part="quick", outcome="warning")
 def control_characters_from_a_terminal(place: Place, is_faulty: bool) -> Session:
-    """What was copied has the terminal's colours in it."""
+    """What was copied has the terminal's colors in it."""
     return among_sound_ones(place, "\x1b[31mred\x1b[0m", is_faulty)
 
 

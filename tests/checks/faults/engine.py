@@ -53,7 +53,7 @@ def positions_that_stand_still(place: Place, is_faulty: bool) -> Session:
 
 @fault("engine.logps", says="engine and trainer differ")
 def ids_that_are_not_those_sampled(place: Place, is_faulty: bool) -> Session:
-    """What is handed on has been written as text and tokenised again."""
+    """What is handed on has been written as text and tokenized again."""
     make = local.LocalEngine._completion
 
     def again(self: Any, row: Any, sampling: Any) -> Any:

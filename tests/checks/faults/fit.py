@@ -48,7 +48,7 @@ def a_rate_beyond_reason(place: Place, is_faulty: bool) -> Session:
 
 
 @fault("fit.update", says="uphill")
-def an_optimizer_that_maximises(place: Place, is_faulty: bool) -> Session:
+def an_optimizer_that_maximizes(place: Place, is_faulty: bool) -> Session:
     """The optimizer adds the gradient."""
     if is_faulty:
         make = setup.build_optimizer

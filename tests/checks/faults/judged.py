@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.chat_runs import WORDS
 from tests.checks.faults.attention import _reaching
 from tests.checks.planting import Place, fault
+from tests.helpers.chat_runs import WORDS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +22,9 @@ from taut.data import batching
 from taut.losses import preference
 from taut.methods.reference import Start
 from taut.models import save
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
 from taut.models.scorer import Scorer
+from taut.models.settings import LoraConfig
 from taut.types import Packed
 
 NUM_ROWS = 12
@@ -42,7 +43,7 @@ def compared(number: int = NUM_ROWS, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def labelled(number: int = NUM_ROWS) -> list[dict[str, Any]]:
+def labeled(number: int = NUM_ROWS) -> list[dict[str, Any]]:
     """Good answers and bad ones, one after the other."""
     rows = compared(number)
     sides = ("chosen", "rejected")
@@ -77,10 +78,10 @@ def a_third_of_labels_flipped(place: Place, is_faulty: bool) -> Session:
     return place.session(data=place.data(rows), method="simpo")
 
 
-@fault("data.labels", says="labelled true", part="quick")
+@fault("data.labels", says="labeled true", part="quick")
 def answers_of_one_kind(place: Place, is_faulty: bool) -> Session:
     """The file with the bad answers was forgotten."""
-    rows = [{**row, "label": row["label"] or is_faulty} for row in labelled()]
+    rows = [{**row, "label": row["label"] or is_faulty} for row in labeled()]
     return place.session(data=place.data(rows), method="kto")
 
 
@@ -204,8 +205,8 @@ def a_pad_that_ends_answers(place: Place, is_faulty: bool) -> Session:
     return place.session(data=place.data(compared()), method="reward")
 
 
-@fault("attention.neighbour", says="a score of")
-def scores_that_know_of_a_neighbour(place: Place, is_faulty: bool) -> Session:
+@fault("attention.neighbor", says="a score of")
+def scores_that_know_of_a_neighbor(place: Place, is_faulty: bool) -> Session:
     """A reward model whose attention sees the whole pack."""
     if is_faulty:
         _reaching(place, lambda layout: Layout(np.full(layout.num_tokens, layout.num_tokens)))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen2 import modeling_qwen2
 
-from taut import losses
 from taut.checks.session import Session
 from taut.data import batching
 from taut.losses.supervised import CrossEntropy
@@ -324,7 +323,7 @@ def _turns() -> list[dict[str, Any]]:
 def a_mean_over_sequences(place: Place, is_faulty: bool) -> Session:
     """The loss is divided by the number of samples where it should be by that of targets."""
     if is_faulty:
-        place.patch.setattr(losses, "count", lambda unit, packed: float(packed.num_samples))
+        place.patch.setattr(loop, "count_units", lambda unit, packed: float(packed.num_samples))
     return place.session()
 
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from taut.checks.session import Session
-from taut.models import byte_rows, compiled_layers, faster_layers
+from taut.models import compiled_layers
+from taut.models.cpu import faster_layers
+from taut.models.quantized import quantized_storage
 
 
 @fault("model.loads", says="lacks 1 weight")
@@ -54,43 +56,43 @@ def adapters_on_modules_that_are_not_there(place: Place, is_faulty: bool) -> Ses
     return place.session(lora__rank=4, lora__targets=targets)
 
 
-@fault("model.quantised", says="not those of the checkpoint")
-def quantised_weights_of_another_row(place: Place, is_faulty: bool) -> Session:
+@fault("model.quantized", says="not those of the checkpoint")
+def quantized_weights_of_another_row(place: Place, is_faulty: bool) -> Session:
     """Codes that are read in another order, as older versions of the libraries left them when they were moved."""
     if is_faulty:
-        pack = byte_rows.Format.pack
+        pack = quantized_storage.Format.pack
 
-        def pack_shifted(self: byte_rows.Format, parts: Mapping[str, Tensor]) -> Tensor:
+        def pack_shifted(self: quantized_storage.Format, parts: Mapping[str, Tensor]) -> Tensor:
             return pack(self, {**parts, "weight": parts["weight"].roll(64)})
 
-        place.patch.setattr(byte_rows.Format, "pack", pack_shifted)
-    return place.session(lora__rank=4, quantise="nf4", dtype="float32")
+        place.patch.setattr(quantized_storage.Format, "pack", pack_shifted)
+    return place.session(lora__rank=4, quantize="nf4", dtype="float32")
 
 
-@fault("model.quantised", says="expert 3 of model.layers.0.mlp.experts.down_proj")
-def a_quantised_expert_with_the_codes_of_another(place: Place, is_faulty: bool) -> Session:
+@fault("model.quantized", says="expert 3 of model.layers.0.mlp.experts.down_proj")
+def a_quantized_expert_with_the_codes_of_another(place: Place, is_faulty: bool) -> Session:
     """Rows of bytes, one for each expert, in another order than the experts."""
     if is_faulty:
         when_read(place, swap_experts("down_proj"))
-    return place.session(_moe(place), lora__rank=4, quantise="nf4", dtype="float32")
+    return place.session(_moe(place), lora__rank=4, quantize="nf4", dtype="float32")
 
 
 @fault("model.weights", says="expert 0 of model.layers.1.mlp.experts.down_proj")
-def experts_that_were_quantised_from_other_numbers(place: Place, is_faulty: bool) -> Session:
-    """Weights that went through another rounding before they were quantised: within the steps of the format, and not
+def experts_that_were_quantized_from_other_numbers(place: Place, is_faulty: bool) -> Session:
+    """Weights that went through another rounding before they were quantized: within the steps of the format, and not
     the codes that the checkpoint gives.
     """
     if is_faulty:
 
-        def quantise_again(model: Any) -> None:
+        def quantize_again(model: Any) -> None:
             experts = model.get_submodule("model.layers.1.mlp.experts")
             if "formats" in vars(experts):  # else a model that is compared, in plain numbers
                 layout, rows = experts.formats["down_proj"], experts.down_proj.data
                 wide = layout.widen(rows[0], torch.float32)
-                rows[0] = layout.quantise(wide * 1.001)
+                rows[0] = layout.quantize(wide * 1.001)
 
-        when_read(place, quantise_again)
-    return place.session(_moe(place), lora__rank=4, quantise="nf4", dtype="float32")
+        when_read(place, quantize_again)
+    return place.session(_moe(place), lora__rank=4, quantize="nf4", dtype="float32")
 
 
 def when_read(place: Place, change: Callable[[Any], None]) -> None:
@@ -142,7 +144,7 @@ def an_expert_with_the_numbers_of_another(place: Place, is_faulty: bool) -> Sess
 
 @fault("model.trains", says="freeze")
 def a_freeze_pattern_that_matches_nothing(place: Place, is_faulty: bool) -> Session:
-    """A misspelt name would leave everything training."""
+    """A misspelled name would leave everything training."""
     return place.session(
         freeze=["model.embed_token.weight" if is_faulty else "model.embed_tokens.weight"]
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.chat_runs import chats, write_rows
 from tests.checks.planting import Place, fault
+from tests.helpers.chat_runs import chats, write_rows
 
 from taut.checks.session import Session
 
@@ -13,6 +13,11 @@ SOUND = """\
 def judged(text, references, row):
     return float(text.strip() in references)
 """
+PROGRAM = """\
+```python
+def add_{number}(x):
+    return x + {number}
+```"""
 
 
 def _judging(place: Place, code: str | None) -> Session:
@@ -65,3 +70,20 @@ def a_function_of_form_that_never_applies(place: Place, is_faulty: bool) -> Sess
     value = "None" if is_faulty else "1 / (1 + len(text))"
     code = f"def judged(text):\n    return {value}\n\njudged.judges = 'form'\n"
     return _judging(place, code)
+
+
+@fault("rewards.gold", says="asserts nothing", part="quick")
+def tests_that_compare_and_assert_nothing(place: Place, is_faulty: bool) -> Session:
+    """The tests of some rows execute no assertion: any program would pass them."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"write add_{number}(x), which adds {number} to x"},
+                {"role": "assistant", "content": PROGRAM.format(number=number)},
+            ],
+            "test": f"def test_it():\n    {test} add_{number}(1) == {number + 1}\n",
+        }
+        for number, test in enumerate(["assert"] * 6 + ["found =" if is_faulty else "assert"] * 2)
+    ]
+    questions = write_rows(place.directory / "eval.jsonl", rows)
+    return place.session(eval__answers__rewards="code", eval__answers__data=str(questions))

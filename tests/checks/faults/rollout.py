@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.checks.planting import Place, fault
-from tests.tiny_tokenizers import CHATML
+from tests.helpers.tiny_tokenizers import CHATML
 
 from taut.checks.session import Session
 from taut.inference import local
 from taut.inference.engine import Texts
 from taut.losses import advantages
 from taut.methods import reference
-from taut.rl import rollout
+from taut.rl import worker
 from taut.types import Wants
 
 GAME = """\
@@ -93,13 +93,13 @@ def an_end_of_turn_that_depends_on_the_turn(place: Place, is_faulty: bool) -> Se
 @fault("rollout.groups", says="completions of 2 prompts", part="quick")
 def groups_of_answers_to_several_prompts(place: Place, is_faulty: bool) -> Session:
     """Rollouts come back sample by sample, and are cut into groups as if they came prompt by prompt: class 38."""
-    original = rollout.sample_trajectories
+    original = worker.sample_trajectories
 
     def dealt(*args: Any) -> Any:
         return sorted(original(*args), key=lambda trajectory: trajectory.index)
 
     if is_faulty:
-        place.patch.setattr(rollout, "sample_trajectories", dealt)
+        place.patch.setattr(worker, "sample_trajectories", dealt)
     return generating(place)
 
 
@@ -119,9 +119,9 @@ def advantages_over_the_whole_roll_out(place: Place, is_faulty: bool) -> Session
 
 
 def _compared_with_all(place: Place, is_faulty: bool, **keys: Any) -> Session:
-    centred = advantages._centred
+    centered = advantages._centered
     if is_faulty:
-        place.patch.setattr(advantages, "_centred", lambda r, group: centred(r, 0 * group))
+        place.patch.setattr(advantages, "_centered", lambda r, group: centered(r, 0 * group))
     return generating(place, **keys)
 
 

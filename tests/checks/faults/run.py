@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from tests.checks.planting import Place, fault
+from tests.helpers.peft_adapters import KINDS, make
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,10 +20,11 @@ from taut.checks.session import Session
 from taut.data.order import Cursor, Order
 from taut.data.packing import PackPolicy
 from taut.models import recompute, save
-from taut.models.lora import LoraConfig
 from taut.models.precision import ChosenDtype
+from taut.models.settings import LoraConfig
 from taut.run import setup
 from taut.train import optim
+from taut.train.settings import OptimConfig
 
 # -- settings that are not applied
 
@@ -84,6 +86,29 @@ def an_alpha_that_is_not_read(place: Place, is_faulty: bool) -> Session:
     return place.session(lora__rank=2, lora__alpha=8.0)
 
 
+@fault(
+    "run.in_force",
+    says="asked a scale of 0.5 and 2 and 4, found a scale of 2 (model.layers.0.self_attn",
+)
+def an_adapters_own_alphas_that_are_not_read(place: Place, is_faulty: bool) -> Session:
+    """The adapter that the run goes on with has other alphas for some modules, and gets one for all."""
+    make_adapted = setup.apply_lora
+    base = place.model("llama", dtype=torch.float64)
+    make(KINDS["alpha_pattern"], base, place.directory / "adapter")
+
+    def forgetful(*given: Any) -> Any:
+        model: Any = make_adapted(*given)
+        model.peft_config["default"].alpha_pattern = {}
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.scaling["default"] = 2.0
+        return model
+
+    if is_faulty:
+        place.patch.setattr(setup, "apply_lora", forgetful)
+    return place.session(base, lora__adapter=str(place.directory / "adapter"))
+
+
 @fault("run.in_force", says="not model.layers.0.mlp.down_proj")
 def adapters_on_attention_alone(place: Place, is_faulty: bool) -> Session:
     """All linear modules were asked for, and the library's own short list is used."""
@@ -102,7 +127,7 @@ def norms_that_decay(place: Place, is_faulty: bool) -> Session:
     """Weight decay is put on norms and biases too, and pulls them to zero."""
     make = optim.build_optimizer
 
-    def everywhere(model: nn.Module, config: optim.OptimConfig, *more: Any) -> torch.optim.AdamW:
+    def everywhere(model: nn.Module, config: OptimConfig, *more: Any) -> torch.optim.AdamW:
         optimizer = make(model, config, *more)
         for group in optimizer.param_groups:
             group["weight_decay"] = config.weight_decay
@@ -118,8 +143,8 @@ def optimizer_settings_that_get_lost(place: Place, is_faulty: bool) -> Session:
     """The optimizer is made with its own defaults beside the learning rate."""
     make = optim.build_optimizer
 
-    def plain(model: nn.Module, config: optim.OptimConfig, *more: Any) -> torch.optim.AdamW:
-        return make(model, optim.OptimConfig(learning_rate=config.learning_rate), *more)
+    def plain(model: nn.Module, config: OptimConfig, *more: Any) -> torch.optim.AdamW:
+        return make(model, OptimConfig(learning_rate=config.learning_rate), *more)
 
     if is_faulty:
         place.patch.setattr(setup, "build_optimizer", plain)
@@ -187,10 +212,10 @@ def a_resume_that_begins_a_step_late(place: Place, is_faulty: bool) -> Session:
         return replace(order, origin=Cursor(cursor.step, cursor.samples + order.samples_per_step))
 
     if is_faulty:
-        going_on = Order.going_on_from
+        going_on = Order.continue_from
         place.patch.setattr(
             Order,
-            "going_on_from",
+            "continue_from",
             lambda order, cursor, epochs: (
                 late(order, cursor, epochs) if cursor.step else going_on(order, cursor, epochs)
             ),

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.checks.faults.template import PLAIN, WORDS, rows_of, templated
 from tests.checks.planting import Place, fault
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import CHATML, tiny_tokenizer
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import CHATML, tiny_tokenizer
 
 from taut.checks.session import Session
-from taut.data.render import Renderer
+from taut.data.render.render import Renderer
 from taut.types import Sample
 
 END = "<|im_end|>"

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.chat_runs import chats
 from tests.checks.planting import Place, fault
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import CHATML, QWEN3, QWEN25, tiny_tokenizer
+from tests.helpers.chat_runs import chats
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import CHATML, QWEN3, QWEN25, tiny_tokenizer
 
 from taut.checks.session import Session
 
@@ -99,7 +99,7 @@ def two_user_messages_running(place: Place, is_faulty: bool) -> Session:
 
 @fault("template.takes", says="data.template")
 def a_slip_in_the_template(place: Place, is_faulty: bool) -> Session:
-    """A misspelt key, which jinja gives no value."""
+    """A misspelled key, which jinja gives no value."""
     return templated(place, CHATML.replace("['content']", "['contents']") if is_faulty else CHATML)
 
 
@@ -169,6 +169,45 @@ def rows_that_were_rendered_before(place: Place, is_faulty: bool) -> Session:
                 f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
             )
     return place.session(data=place.data(rows))
+
+
+@fault("template.markup", says="data.control_tokens=as_text", outcome="warning")
+def a_control_token_in_a_question(place: Place, is_faulty: bool) -> Session:
+    """One user asks what <|im_end|> means, which ends the question there."""
+    rows = rows_of("user", "assistant")
+    rows[5]["messages"][0]["content"] += " and <|im_end|>" if is_faulty else " and <|im_end"
+    return place.session(data=place.data(rows))
+
+
+@fault("template.markup", says="read it as a control token", outcome="warning")
+def a_control_token_that_is_trained_as_text(place: Place, is_faulty: bool) -> Session:
+    """The model is trained on the text, and a server reads the token."""
+    rows = rows_of("user", "assistant")
+    rows[5]["messages"][1]["content"] += " and <|im_end|>" if is_faulty else " and <|im_end"
+    return place.session(data=place.data(rows), data__control_tokens="as_text")
+
+
+# -- template.tokenizer
+
+
+@fault("template.tokenizer", says="TokenizersBackend", outcome="warning")
+def a_class_that_splits_otherwise(place: Place, is_faulty: bool) -> Session:
+    """The class that tokenizer_config.json names makes its own pre-tokenizer, which is not that of tokenizer.json."""
+    model = save_tiny("llama", place.directory / "llama", tiny_tokenizer())
+    path, settings = model / "tokenizer.json", model / "tokenizer_config.json"
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    letters = {
+        "type": "Split",
+        "pattern": {"Regex": r"\p{L}"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    saved["pre_tokenizer"]["pretokenizers"][0] = letters
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    named = json.loads(settings.read_text(encoding="utf-8"))
+    named["tokenizer_class"] = "Qwen2Tokenizer" if is_faulty else "TokenizersBackend"
+    settings.write_text(json.dumps(named), encoding="utf-8")
+    return place.session(model, place.data(PLAIN))
 
 
 # -- template.system
@@ -291,13 +330,20 @@ for _row in INLINE:
     )
 
 
-@fault("template.thinking", says="opens <think>")
+@fault("template.thinking", says="opens a thought")
 def a_thinking_prompt_for_plain_answers(place: Place, is_faulty: bool) -> Session:
     """The generation prompt of a reasoning model, and rows without reasoning."""
     return templated(place, OPENING, PLAIN if is_faulty else INLINE)
 
 
-@fault("template.thinking", says="closes </think>")
+@fault("template.thinking", says="opens a thought")
+def a_thinking_prompt_with_brackets_for_plain_answers(place: Place, is_faulty: bool) -> Session:
+    """The same with Mistral's tags."""
+    opening = OPENING.replace("<think>", "[THINK]")
+    return templated(place, opening if is_faulty else CHATML, PLAIN)
+
+
+@fault("template.thinking", says="closes a thought")
 def a_prompt_without_thinking_for_thoughtful_answers(place: Place, is_faulty: bool) -> Session:
     """The generation prompt of a hybrid model with thinking switched off, and rows with reasoning."""
     return templated(place, CLOSING, THOUGHT if is_faulty else PLAIN)

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tests.checks.planting import Place, fault
-from tests.picture_rows import chats_with_pictures
-from tests.vision_models import tiny_vlm
+from tests.helpers.picture_rows import chats_with_pictures
+from tests.helpers.vision_models import tiny_vlm
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from taut.checks.session import Session
@@ -86,9 +86,9 @@ def a_projector_of_zeros(place: Place, is_faulty: bool) -> Session:
     return pictured(place)
 
 
-@fault("vision.neighbour", says="share_prefixes=false", part="quick")
+@fault("vision.neighbor", says="share_prefixes=false", part="quick")
 def pictures_that_mix(place: Place, is_faulty: bool) -> Session:
-    """A tower that normalises over all pictures of a micro-batch."""
+    """A tower that normalizes over all pictures of a micro-batch."""
 
     def mixed(_: Any, every: list[Any]) -> list[Any]:
         mean = torch.cat(every).mean(0)
@@ -99,7 +99,7 @@ def pictures_that_mix(place: Place, is_faulty: bool) -> Session:
     return pictured(place)
 
 
-@fault("vision.neighbour", says="is taken for", part="quick")
+@fault("vision.neighbor", says="is taken for", part="quick")
 def pictures_known_by_their_size(place: Place, is_faulty: bool) -> Session:
     """A picture is told from others by its width and height: equal grids, equal prefixes."""
     plain = image_store.ImageStore.picture
@@ -144,7 +144,7 @@ def a_tower_that_thaws(place: Place, is_faulty: bool) -> Session:
 
 @fault("run.saved", says="what describes pictures")
 def a_processor_that_is_saved_otherwise(place: Place, is_faulty: bool) -> Session:
-    """The saved processor scales pictures to other colours than in training."""
+    """The saved processor scales pictures to other colors than in training."""
     copy_processor = save.copy_processor
 
     def other(model: Any, directory: Path, *, has_template: bool) -> None:

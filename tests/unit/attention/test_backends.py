@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tests.kernel_emulation import flash_on_cpu
+from tests.helpers.kernel_emulation import flash_on_cpu
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
@@ -130,7 +130,7 @@ def test_varlen_calls_through_the_emulation(reach: np.ndarray, call: str) -> Non
 
 
 @pytest.mark.parametrize("call", ["softcap", "sinks"])
-def test_varlen_refuses_what_it_cannot_honour(call: str) -> None:
+def test_varlen_refuses_what_it_cannot_honor(call: str) -> None:
     with pytest.raises(AttentionError, match="set attention=flex"):
         varlen.attend(*heads(20), Layout(FLAT), CALLS[call])
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.kernel_emulation import flash_on_cpu
+from tests.helpers.kernel_emulation import flash_on_cpu
 from torch import Tensor, nn
 
 from taut.attention import decode as decoding

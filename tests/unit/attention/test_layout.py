@@ -45,7 +45,7 @@ def test_window_counts_depth_not_the_flat_index() -> None:
     assert mask[5].nonzero().flatten().tolist() == [
         2,
         5,
-    ]  # flat neighbours 3 and 4 are on another branch
+    ]  # flat neighbors 3 and 4 are on another branch
 
 
 def test_a_block_sees_itself_both_ways() -> None:

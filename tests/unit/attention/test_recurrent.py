@@ -64,7 +64,7 @@ def token_by_token(
 
 
 def delta_rule(*parts: Tensor, layout: Layout) -> Tensor:
-    return recurrent.gated_delta_rule(*parts, layout, normalise=True)
+    return recurrent.gated_delta_rule(*parts, layout, normalize=True)
 
 
 def gradients(run: Callable[..., Tensor], parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -73,7 +73,7 @@ def gradients(run: Callable[..., Tensor], parts: tuple[Tensor, ...]) -> tuple[Te
 
 
 def test_the_rule_by_hand() -> None:
-    """One head, K = V = 1, no normalising: S = g S + b k (v - g S k), o = q S.
+    """One head, K = V = 1, no normalizing: S = g S + b k (v - g S k), o = q S.
 
     Token 1 with k = 2, v = 3, b = 1/2: S = 0 + 1/2 * 2 * 3 = 3, o = 1 * 3. Token 2 with exp(g) = 1/2, k = 1, v = 2,
     b = 1/4: S = 3/2 + 1/4 (2 - 3/2) = 13/8, o = 2 * 13/8.
@@ -82,7 +82,7 @@ def test_the_rule_by_hand() -> None:
     key, value = column.flip(0), torch.tensor([[[3.0]], [[2.0]]], dtype=torch.float64)
     decay = torch.tensor([[0.0], [math.log(0.5)]], dtype=torch.float64)
     beta = torch.tensor([[0.5], [0.25]], dtype=torch.float64)
-    out = recurrent.gated_delta_rule(column, key, value, decay, beta, alone(2), normalise=False)
+    out = recurrent.gated_delta_rule(column, key, value, decay, beta, alone(2), normalize=False)
     assert out.flatten().tolist() == pytest.approx([3.0, 3.25], abs=1e-15)
 
 

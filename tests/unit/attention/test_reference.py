@@ -124,7 +124,7 @@ def test_batches_equal_single_parts(
         batched = results(Layout(reach), inputs)
     finally:
         torch.set_num_threads(threads)
-    monkeypatch.setattr(reference, "NEAR", 1)  # a part has no neighbours: each is a call of its own
+    monkeypatch.setattr(reference, "NEAR", 1)  # a part has no neighbors: each is a call of its own
     assert {part.num_parts for part in reference.parts(Layout(reach), is_cut=True)} == {1}
     for ours, single in zip(batched, results(Layout(reach), inputs), strict=True):
         torch.testing.assert_close(ours, single, rtol=0, atol=1e-12)

@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import save_model
-from tests.scripted_engines import FakeEngine
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import save_model
+from tests.helpers.refusals import ErrorCode, refused
+from tests.helpers.scripted_engines import FakeEngine
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.cli import main
-from taut.commands.chat import Chat, Stream, chat
+from taut.commands.chat import Stream, chat
+from taut.commands.settings import Chat
 from taut.config import from_mapping, load
-from taut.data.render import Renderer
-from taut.data.stop_tokens import derive_stop_set
-from taut.errors import ConfigError
-from taut.inference.engine import Engine, Sampling, Texts
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import derive_stop_set
+from taut.inference.engine import Engine, Texts
+from taut.inference.factory import OpenEngine
 from taut.inference.local import LocalEngine
-from taut.inference.open import Opened
+from taut.inference.settings import Sampling
 from taut.train.signals import Interrupt
 from taut.types import Prompt
 
@@ -67,7 +69,7 @@ def ids(renderer: Renderer, text: str) -> list[int]:
 def talk(renderer: Renderer, engine: Engine, *lines: str, **keys: Any) -> str:
     """What is written, the greeting left out."""
     written: list[str] = []
-    opened = Opened(engine, renderer, derive_stop_set(renderer), 128, [])
+    opened = OpenEngine(engine, renderer, derive_stop_set(renderer), 128, [])
     chat(from_mapping(Chat, {"model": "m", **keys}), opened, iter(lines), written.append)
     return "".join(written[1:])
 
@@ -157,7 +159,7 @@ def test_a_model_does_not_drive_the_terminal(renderer: Renderer) -> None:
 def test_an_answer_is_one_and_defaults_are_for_talk() -> None:
     config = load(Chat, None, ["model=m", "sampling.seed=3"])
     assert (config.sampling.max_new_tokens, config.sampling.temperature) == (1024, 0.7)
-    with pytest.raises(ConfigError, match=r"sampling\.n=2; expected 1"):
+    with refused(ErrorCode("sampling.n")):
         load(Chat, None, ["model=m", "sampling.n=2"])
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import QUIET, chats, save_model, words_of, write_rows
 from tests.docs.pages import CHECK_PAGE
-from tests.forked_processes import run
+from tests.helpers.chat_runs import QUIET, chats, save_model, words_of, write_rows
+from tests.helpers.forked_processes import run
 
 import taut
 from taut.checks import CHECKS, Check
@@ -170,8 +170,9 @@ def test_without_all_only_findings_are_shown(model: Path, data: Path, capsys: An
 
 def test_a_sound_run_is_one_line_and_names_no_check(model: Path, data: Path, capsys: Any) -> None:
     assert main(["check", *words(model, data)]) == 0
-    head, empty, blank, *counted = capsys.readouterr().out.splitlines()
-    assert head == f"{model}, quick part" and not empty and not blank
+    head, empty, blank, ends, end, *counted = capsys.readouterr().out.splitlines()
+    assert head == f"{model}, quick part" and not empty and not blank and not end
+    assert ends == "an answer ends at <|im_end|>"
     found = re.fullmatch(
         r"\d+ passed, (\d+) not asked for this run \((.*)\) in [\d.]+ s; --all shows every check",
         " ".join(counted),
@@ -206,7 +207,7 @@ def test_no_row_of_any_check_is_wider_than_the_terminal(
     assert [name for _, name in rows] == list(CHECKS)
 
 
-def test_piped_there_is_no_colour_and_nothing_on_stderr(model: Path, data: Path) -> None:
+def test_piped_there_is_no_color_and_nothing_on_stderr(model: Path, data: Path) -> None:
     done = run("-m", "taut", "check", *words(model, data))
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
@@ -296,7 +297,7 @@ def test_the_library_gives_what_was_found_and_prints_nothing(
 @pytest.mark.usefixtures("few")
 def test_the_library_asks_the_full_part_of_a_run(model: Path, data: Path) -> None:
     run = taut.Run(model=str(model), data={"train": str(data)})  # type: ignore[arg-type]
-    assert [one.name for one in taut.check(run, full=True, **QUIET).answered][-1] == "group.full"
+    assert [one.name for one in taut.check(run, full=True, **QUIET).results][-1] == "group.full"
     with pytest.raises(ConfigError, match="did you mean 'steps'"):
         taut.check(run, stepz=3)
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.chat_runs import QUIET, chats, save_model, words_of, write_rows
-from tests.forked_processes import run
+from tests.helpers.chat_runs import QUIET, chats, save_model, words_of, write_rows
+from tests.helpers.forked_processes import run
 
 from taut.checks import OF_NODES, cluster
 from taut.cli import main

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from taut.cli import commands, main
+from taut.cli import main
 from taut.commands.completion import SCRIPTS, complete
 
 
 def offered(*words: str) -> list[str]:
-    return complete(words, commands())
+    return complete(words)
 
 
 def test_commands_keys_and_values() -> None:
-    assert offered("s") == ["sft", "simpo", "show", "score", "serve-reward", "schema", "sandbox"]
+    assert offered("s") == ["sft", "simpo", "show", "score", "schema", "sandbox", "serve-reward"]
     assert {"optim.", "model=", "data."} <= set(offered("sft", ""))
     assert offered("sft", "opt") == ["optim."]
     assert offered("sft", "optim.sch") == ["optim.schedule="]
@@ -122,6 +122,21 @@ def test_bash(line: str, expected: list[str], shell: dict[str, str]) -> None:
     first, *found = asked("bash", program, shell)
     assert first == "complete -F _taut taut"
     assert [word for word in found if word] == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["a;b", "a$(touch x)", "a`id`", "a b", "a'b", 'a"b', "a&&b", "a*", "a>b"]
+)
+def test_bash_quotes_what_it_would_run(name: str, shell: dict[str, str]) -> None:
+    place = Path(shell["HOME"]) / "work"
+    (place / name).touch()
+    (place / "a\nb").touch()  # a name of two lines is left out
+    program = (
+        "source SCRIPT; COMP_LINE='taut sft data.train=a'; COMP_POINT=${#COMP_LINE}; _taut; "
+        'for word in "${COMPREPLY[@]}"; do eval "shown=$word"; printf "%s\\n" "$shown"; done'
+    )
+    assert asked("bash", program, shell) == [name]
+    assert sorted(path.name for path in place.iterdir()) == sorted([name, "a\nb", "rows.jsonl"])
 
 
 def test_zsh(shell: dict[str, str]) -> None:

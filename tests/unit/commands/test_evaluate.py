@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from taut.commands.evaluate import _read_completions
-from taut.data.prompts import PromptRow
+from taut.data.rows.prompts import PromptRow
 
 
 def test_a_line_of_completions_ends_at_its_newline_only(tmp_path: Path) -> None:

@@ -9,16 +9,19 @@ from typing import Any
 
 import datasets
 import pytest
-from tests.chat_runs import save_model, write_rows
-from tests.scripted_engines import FakeEngine
+from tests.helpers.chat_runs import save_model, write_rows
+from tests.helpers.refusals import ErrorCode, refused
+from tests.helpers.scripted_engines import FakeEngine
 
 from taut.cli import main
 from taut.commands import generate as command
-from taut.commands.generate import Generate, generate
+from taut.commands.generate import generate
+from taut.commands.settings import Generate
 from taut.config import from_mapping
-from taut.errors import ConfigError, DataError, OutputError
-from taut.inference.engine import OnDone, Sampling
-from taut.inference.open import Opened, Rendering
+from taut.errors import DataError, OutputError
+from taut.inference.engine import OnDone
+from taut.inference.factory import OpenEngine, Rendering
+from taut.inference.settings import Sampling
 from taut.types import Completion, FinishReason, Prompt
 
 ROWS = [{"id": name, "prompt": f"the {name}", "answer": name} for name in ("cat", "dog", "bird")]
@@ -55,8 +58,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Puts an engine in the place of the model's."""
 
     def use(engine: FakeEngine) -> FakeEngine:
-        def opened(_: Generate, rendering: Rendering) -> Opened:
-            return Opened(engine, rendering.renderer, rendering.stops, 64, [])
+        def opened(_: Generate, rendering: Rendering) -> OpenEngine:
+            return OpenEngine(engine, rendering.renderer, rendering.stops, 64, [])
 
         monkeypatch.setattr(command, "open_engine", opened)
         return engine
@@ -264,13 +267,16 @@ def test_a_folder_is_made_once_all_completions_are_there(
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"keep": "best", "out": "d/"}, "keep=best and rewards is not set"),
-        ({"keep": "best", "rewards": "contains"}, "keep=best is for a data set folder"),
-        ({"license": "mit"}, "license=mit is for a data set folder"),
+        ({"keep": "best", "out": "d/"}, ErrorCode("keep/rewards")),
+        (
+            {"keep": "best", "rewards": "contains"},
+            ErrorCode("keep/out"),
+        ),
+        ({"license": "mit"}, ErrorCode("license/out")),
     ],
 )
 def test_keys_of_a_folder_are_refused_without_one(
     model: Path, tmp_path: Path, keys: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with refused(says):
         config(model, tmp_path, **keys)

@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tests.chat_runs import save_model, write_rows
-from tests.scripted_engines import FakeEngine
-from tests.vision_models import tiny_vlm
+from tests.helpers.chat_runs import save_model, write_rows
+from tests.helpers.refusals import ErrorCode, refused
+from tests.helpers.scripted_engines import FakeEngine
+from tests.helpers.vision_models import tiny_vlm
 
-from taut.commands.chat import Chat, chat
-from taut.commands.evaluate import Evaluate, evaluate
-from taut.commands.generate import Generate, generate
+from taut.commands.chat import chat
+from taut.commands.evaluate import evaluate
+from taut.commands.generate import generate
+from taut.commands.settings import Chat, Evaluate, Generate
 from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, EngineError, OutputError, PictureError, RenderError
-from taut.inference.open import Opened, open_engine, open_renderer
+from taut.inference.factory import OpenEngine, open_engine, open_renderer
 from taut.rewards.judge import RewardModel, pictures_of, sent
 from taut.vision.content import ImageRef
 
@@ -175,7 +177,7 @@ def test_what_is_wrong_with_a_picture_does_not_end_a_chat(folder: Path) -> None:
     assert unknown == known.replace("~root", "~no-such-user")
     text = talk(folder, f"/image {folder / 'red.png'}", "/exit", model="text")
     assert "this model takes no pictures" in text
-    with pytest.raises(ConfigError, match=r"images\.folder would be ignored by a chat"):
+    with refused(ErrorCode("images.folder")):
         from_mapping(Chat, {"model": "m", "images.folder": "x"})
 
 
@@ -199,7 +201,7 @@ def test_history_keeps_its_pictures(folder: Path) -> None:
     config = from_mapping(Chat, {"model": folder / "model"})
     rendering = open_renderer(config)
     engine = FakeEngine(lambda name, index: "Red.")
-    opened = Opened(engine, rendering.renderer, rendering.stops, 512, [])
+    opened = OpenEngine(engine, rendering.renderer, rendering.stops, 512, [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("taut.commands.chat.LocalEngine", FakeEngine)
         patch.setattr("taut.commands.chat.Session._stream", plain)
@@ -225,5 +227,5 @@ def test_what_servers_are_sent_has_its_pictures_inside(folder: Path) -> None:
     assert sent(messages) == [{"role": "user", "content": [url, content[1]]}, messages[1]]
     assert pictures_of(messages) == [url]
     assert json.dumps(sent(messages))
-    with pytest.raises(ConfigError, match=r"images\.bad would be ignored by a reward"):
+    with refused(ErrorCode("images.bad")):
         from_mapping(RewardModel, {"model": "m", "images.bad": "drop"})

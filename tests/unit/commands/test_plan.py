@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.chat_runs import chats, save_model, write_rows
-from tests.tiny_models import tiny_config
+from tests.helpers.chat_runs import chats, save_model, write_rows
+from tests.helpers.tiny_models import tiny_config
 
 from taut.commands import plan as command
-from taut.commands.plan import Plan, Planned, memory, plan, show
+from taut.commands.plan import Planned, memory, plan, show
+from taut.commands.settings import Plan
 from taut.config import from_mapping
 from taut.errors import ConfigError, TautError
-from taut.io.console import told_when_slow
+from taut.io.console import warn_if_slow
 
 
 def config_of(model: Path, **keys: Any) -> Plan:
@@ -79,7 +80,7 @@ def test_what_is_asked_comes_first_and_each_way_has_its_keys(
     """And 80 columns are enough for all of it: no line is longer, no word and no number is cut. A plan that takes long
     says what it does.
     """
-    monkeypatch.setattr(command, "told_when_slow", partial(told_when_slow, after=0.0))
+    monkeypatch.setattr(command, "warn_if_slow", partial(warn_if_slow, after=0.0))
     asked = {"activation_checkpointing": True, "lora__rank": 4}
     planned = plan(config_of(bare, gpu="L4", gpu_memory="1GiB", **asked))
     said = capsys.readouterr().err.splitlines()
@@ -93,8 +94,8 @@ def test_what_is_asked_comes_first_and_each_way_has_its_keys(
         ("all weights", ("lora.rank=0", "activation_checkpointing=false")),
         ("all weights, checkpointing", ("lora.rank=0",)),
         ("LoRA, rank 4", ("activation_checkpointing=false",)),
-        ("LoRA, rank 4, nf4", ("quantise=nf4", "activation_checkpointing=false")),
-        ("LoRA, rank 4, nf4, checkpointing", ("quantise=nf4",)),
+        ("LoRA, rank 4, nf4", ("quantize=nf4", "activation_checkpointing=false")),
+        ("LoRA, rank 4, nf4, checkpointing", ("quantize=nf4",)),
     ]
 
 

@@ -10,19 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chat_runs import save_model, write_rows
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import save_model, write_rows
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from taut.commands import score as command
-from taut.commands.score import Score, Scored, score
+from taut.commands.score import Scored, score
+from taut.commands.settings import Score
 from taut.config import from_mapping
 from taut.errors import DataError, ModelError, OutputError
 from taut.models.attention_backends import PREFIX
 from taut.models.load import quiet_library
 from taut.models.precision import Wide
-from taut.models.reward_model import NewHead, load_reward_model
+from taut.models.reward_model import load_reward_model
 from taut.models.save import saving
+from taut.models.settings import NewHead
 
 CPU = torch.device("cpu")
 END = "<|im_end|>"
@@ -161,10 +163,10 @@ def test_a_list_of_answers_with_and_without_scores(model: Path, tmp_path: Path) 
     assert mapped.rows[0].scores == pytest.approx(plain.rows[0].scores, abs=1e-12)
 
 
-@pytest.mark.parametrize("is_labelled", [True, False])
-def test_steps_are_read_where_each_ends(steps: Path, tmp_path: Path, is_labelled: bool) -> None:
+@pytest.mark.parametrize("is_labeled", [True, False])
+def test_steps_are_read_where_each_ends(steps: Path, tmp_path: Path, is_labeled: bool) -> None:
     row: dict[str, Any] = {"prompt": "What is 2 plus 3?", "completions": ["2 plus", "3 is 5."]}
-    if is_labelled:
+    if is_labeled:
         row["labels"] = [True, False]
     result = scored(steps, tmp_path, [row])
     text = "What is 2 plus 3?\n2 plus\n3 is 5."
@@ -173,7 +175,7 @@ def test_steps_are_read_where_each_ends(steps: Path, tmp_path: Path, is_labelled
     wanted = [float(logits[first, 0]), float(logits[-2, 0])]
     assert result.rows[0].scores == pytest.approx(wanted, abs=1e-9)
     right = [wanted[0] > 0, wanted[1] < 0]
-    assert result.accuracy == (np.mean(right) if is_labelled else None)
+    assert result.accuracy == (np.mean(right) if is_labeled else None)
 
 
 def test_what_a_row_is_scored_with_changes_nothing(model: Path, tmp_path: Path) -> None:

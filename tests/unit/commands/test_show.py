@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
 import taut
 from taut.cli import main
 from taut.commands import train
 from taut.commands.show import Marks, marks_for, show, view_of
 from taut.config import from_mapping
-from taut.data.messages import Conversation
-from taut.data.render import Renderer
+from taut.data.render.render import Renderer
+from taut.data.rows.messages import Conversation
 from taut.errors import ConfigError, RenderError
 from taut.methods.dpo import Dpo
 from taut.methods.method import RunConfig
@@ -185,7 +185,7 @@ def test_targets_are_in_brackets_exactly(template: str) -> None:
         assert re.sub("[⟦⟧■]", "", text).strip() == tokenizer.decode(sample.ids_T).strip()
 
 
-def test_colours_say_the_same() -> None:
+def test_colors_say_the_same() -> None:
     tokenizer = tiny_tokenizer()
     ids = np.array(tokenizer("<|im_start|>the cat<|im_end|>").input_ids)
     at = np.arange(ids.size - 2, ids.size)

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chat_runs import QUIET, chats, save_model, write_rows
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import QUIET, chats, save_model, write_rows
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from taut.commands import teach as command
-from taut.commands.teach import Taught, Teach, run, teach
+from taut.commands.settings import Teach
+from taut.commands.teach import Taught, run, teach
 from taut.config import from_mapping
-from taut.data.top_logprobs import DECIMALS
+from taut.data.store.top_logprobs import DECIMALS
 from taut.errors import ConfigError, ModelError, OutputError
 from taut.models.precision import compute_context
 

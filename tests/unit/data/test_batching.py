@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiny_samples import sample
+from tests.helpers.tiny_samples import sample
 
 from taut.data.batching import (
     Budget,

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.chat_runs import chats, write_rows
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import chats, write_rows
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
-from taut.data import cache
-from taut.data.dataset import DataConfig, Dataset, load_dataset
-from taut.data.render import Renderer
+from taut.data.dataset import Dataset, load_dataset
+from taut.data.render.render import Renderer
+from taut.data.settings import DataConfig
+from taut.data.store import cache
 from taut.io import files
 
 Change = Callable[[NDArray[Any]], NDArray[Any]]
@@ -101,7 +102,7 @@ def test_an_array_that_does_not_fit_is_not_used(kind: str, tmp_path: Path) -> No
     seal(entry)
     again = load(tmp_path)
     (decision,) = again.report.decisions
-    assert "tokenised (the cached entry is damaged (" in decision
+    assert "tokenized (the cached entry is damaged (" in decision
     assert re.search(reason, decision), decision
     assert [sample.ids_T.tolist() for sample in again] == honest
     assert load(tmp_path).report.is_cached
@@ -138,7 +139,7 @@ def test_a_file_that_is_no_array_is_not_used(kind: str, tmp_path: Path) -> None:
     FILES[kind](entry)
     seal(entry)
     (decision,) = load(tmp_path).report.decisions
-    assert "tokenised (the cached entry is damaged (" in decision
+    assert "tokenized (the cached entry is damaged (" in decision
 
 
 COUNTS = (
@@ -169,7 +170,7 @@ def test_metadata_that_is_not_ours_is_not_used(kind: str, name: str, tmp_path: P
     if name != "manifest.json":
         list_again(shard)
     (decision,) = load(tmp_path).report.decisions
-    assert "tokenised (the cached entry is damaged (" in decision
+    assert "tokenized (the cached entry is damaged (" in decision
     assert load(tmp_path).report.is_cached
 
 

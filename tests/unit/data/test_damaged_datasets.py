@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.time_limits import time_limit
+from tests.helpers.time_limits import time_limit
 
-from taut.data.sources import Source, open_source
+from taut.data.read.sources import open_source
+from taut.data.settings import Source
 from taut.errors import DataError
 
 ROW = '{"prompt": "the cat", "completion": "dog"}\n'
@@ -122,7 +123,7 @@ def test_what_is_broken_is_refused(
     for name, content in FILES[kind].items():
         (tmp_path / name).write_bytes(content)
     with time_limit(SECONDS), pytest.raises(DataError) as caught:
-        list(open_source(Source(path=str(tmp_path))).records())
+        list(open_source(Source(path=str(tmp_path))).read_records())
     assert len(str(caught.value).splitlines()) == 1
     assert str(tmp_path) in str(caught.value)
     assert "error" not in capfd.readouterr().err.lower()
@@ -154,5 +155,5 @@ def test_what_is_no_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
 def test_an_honest_card_is_followed(content: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(ROW)
     (tmp_path / "README.md").write_text(content)
-    rows = [row for _, row in open_source(Source(path=str(tmp_path))).records()]
+    rows = [row for _, row in open_source(Source(path=str(tmp_path))).read_records()]
     assert rows == [json.loads(ROW)]

@@ -13,24 +13,23 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.tiny_tokenizers import QWEN3, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import QWEN3, tiny_tokenizer
 
-from taut.data import cache
-from taut.data.batching import BatchConfig, Rows
+from taut.data.batching import Rows
 from taut.data.dataset import (
     BINS,
-    LISTED,
-    DataConfig,
+    MAX_LISTED,
     Dataset,
     build_renderer,
     load_dataset,
+    read_rows,
 )
-from taut.data.entries import REQUIRED, Entry
-from taut.data.images import BATCH_ROWS
-from taut.data.lengths import LengthCounts
-from taut.data.render import Renderer
-from taut.data.sources import Source
-from taut.errors import ConfigError, DataError, OutputError
+from taut.data.render.images import BATCH_ROWS
+from taut.data.render.render import Renderer
+from taut.data.settings import BatchConfig, DataConfig, Source
+from taut.data.store import cache
+from taut.data.store.shards import REQUIRED, LengthCounts, Shard
+from taut.errors import ConfigError, DataError, EmptyError, OutputError
 
 CHAT = {
     "messages": [
@@ -81,13 +80,13 @@ def test_samples_from_disk_are_those_rendered(tmp_path: Path) -> None:
         data[3]
 
 
-def test_a_second_load_does_not_tokenise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_load_does_not_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", [CHAT, DOCUMENT])
     first = load(tmp_path / "c", train=path)
     tokenizer = tiny_tokenizer()
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("tokenised again")
+        raise AssertionError("tokenized again")
 
     for name in ("__call__", "apply_chat_template", "encode"):
         monkeypatch.setattr(type(tokenizer), name, refuse)
@@ -99,7 +98,7 @@ def test_a_second_load_does_not_tokenise(tmp_path: Path, monkeypatch: pytest.Mon
         sample.ids_T.tolist() for sample in first
     ]
     assert [sample.id for sample in second] == [sample.id for sample in first]
-    with pytest.raises(AssertionError, match="tokenised again"):
+    with pytest.raises(AssertionError, match="tokenized again"):
         load(tmp_path / "c", train=path, renderer=Renderer(tokenizer), targets="all", limit=99)
 
 
@@ -175,9 +174,42 @@ def test_a_faster_process_wins(tmp_path: Path) -> None:
 
 def test_errors_leave_nothing_behind(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [CHAT] * 300 + [{"messages": []}])
-    with pytest.raises(DataError, match=r"a.jsonl:301: messages is an empty list"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl:301: messages is empty, the only such row of 301"
+    ):
         load(tmp_path / "c", train=path)
     assert files(tmp_path) == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_empty_rows_are_counted_or_left_out(tmp_path: Path, suffix: str) -> None:
+    import pandas as pd
+
+    answers = ["five", None, "six", None]
+    frame = pd.DataFrame({"prompt": ["2 + 3?"] * 4, "completion": answers})
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "csv":
+        frame.to_csv(path, index=False)
+    elif suffix == "parquet":
+        frame.to_parquet(path)
+    else:
+        frame.to_json(path, orient="records", lines=True)
+    message = "a.*:2: completion is empty, the first of 2 such rows of 4; .*data.empty=drop$"
+    with pytest.raises(EmptyError, match=message):
+        load(tmp_path / "c", train=str(path))
+    data = load(tmp_path / "c", train=str(path), empty="drop")
+    assert (len(data), data.report.num_rows) == (2, 4)
+    reasons = [(Path(row.place).name, row.reason) for row in data.report.dropped]
+    assert reasons == [(f"a.{suffix}:{n}", "completion is empty") for n in (2, 4)]
+    config = DataConfig(train=str(path), empty="drop")
+    assert len(list(read_rows(config, "train"))) == 2
+
+
+def test_what_was_read_in_another_way_is_counted(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "developer", "content": "Be brief."}, *CHAT["messages"]]}
+    data = load(tmp_path / "c", train=write(tmp_path / "a.jsonl", [CHAT, row]))
+    assert data.read_as == {"conversation": 2, "developer": 1}
+    assert +data.forms == {"conversation": 2}
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
@@ -191,7 +223,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 def test_what_the_garbage_collector_was_told_to_leave_alone_stays_so(
     num_frozen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Objects that were frozen before rows are tokenised are not thawed after it; those frozen for it are."""
+    """Objects that were frozen before rows are tokenized are not thawed after it; those frozen for it are."""
     told: list[str] = []
     monkeypatch.setattr("gc.get_freeze_count", lambda: num_frozen)
     monkeypatch.setattr("gc.freeze", lambda: told.append("freeze"))
@@ -233,12 +265,17 @@ def test_a_path_named_twice_gives_samples_of_their_own_names(tmp_path: Path) -> 
 def test_a_weight_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [DOCUMENT] * 4)
     rare = [path, Source(path=path, weight=0.1)]
-    with pytest.raises(ConfigError, match=r"weight 0\.1 gives none of the 4 samples of .*\(2\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"\(2\) has weight 0\.1; expected one that gives at least one of its 4 samples",
+    ):
         load(tmp_path / "c", train=rare)
     pairs = [{"prompt": "who\n", "chosen": "a cat", "rejected": "a dog"}] * 2
     rare = [Source(path=write(tmp_path / "pairs.jsonl", pairs), weight=0.2)]
     config = DataConfig(cache=str(tmp_path / "c"), train=rare)
-    with pytest.raises(ConfigError, match=r"weight 0\.2 gives none of the 2 rows of "):
+    with pytest.raises(
+        ConfigError, match=r"has weight 0\.2; expected one that gives at least one of its 2 rows"
+    ):
         load_dataset(config, "train", Renderer(tiny_tokenizer()), 512, kind="preference")
     config = DataConfig(cache=str(tmp_path / "c"), eval=[Source(path=path, weight=2)])
     with pytest.raises(ConfigError, match=r"data\.eval: .* has weight 2; expected none"):
@@ -269,7 +306,7 @@ def test_a_set_is_described_in_a_bounded_form(tmp_path: Path) -> None:
     assert len(edges) == len(counts) + 1 <= BINS + 1 and sum(counts) == len(data)
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
         assert count == data.lengths.num_over(low - 1) - data.lengths.num_over(high - 1)
-    assert described["num_dropped"] > LISTED == len(described["dropped"])
+    assert described["num_dropped"] > MAX_LISTED == len(described["dropped"])
     assert described["sources"] == [
         {"path": str(path), "weight": 1.0, "num_rows": 300, "num_samples": len(data)}
     ]
@@ -315,7 +352,7 @@ def test_a_row_without_targets(tmp_path: Path) -> None:
     assert [incident.place for incident in data.report.dropped] == [f"{path}:2"]
 
 
-def test_data_that_change_while_they_are_tokenised_leave_no_entry(tmp_path: Path) -> None:
+def test_data_that_change_while_they_are_tokenized_leave_no_entry(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.jsonl", [DOCUMENT] * (BATCH_ROWS + 1)))
 
     class Meddling(Renderer):
@@ -411,10 +448,10 @@ def test_what_a_killed_process_left_in_the_cache_is_removed_and_what_is_the_user
     (left / "new").mkdir()
     (left / "new" / "ids.npy").write_bytes(b"")
     (tmp_path / ".mine").mkdir()
-    entry = Entry({name: np.zeros(1) for name in REQUIRED}, 1, ())
+    shard = Shard({name: np.zeros(1) for name in REQUIRED}, 1, ())
     assert cache.load(tmp_path, "f" * 64) == (None, "not in the cache")
     assert [path.name for path in tmp_path.iterdir()] == [".mine"]
-    cache.save(tmp_path, "f" * 64, lambda _: iter([entry]))
+    cache.save(tmp_path, "f" * 64, lambda _: iter([shard]))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".mine", "f" * 64]
 
 

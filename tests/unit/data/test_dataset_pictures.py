@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tests.chat_runs import write_rows
-from tests.counted_pictures import picture, renderer
+from tests.helpers.chat_runs import write_rows
+from tests.helpers.counted_pictures import picture, renderer
 
 from taut.config import from_mapping
-from taut.data import images
-from taut.data.blocks import media_arrays
-from taut.data.dataset import DataConfig, Dataset, load_dataset
-from taut.data.render import Renderer
+from taut.data.dataset import Dataset, load_dataset
+from taut.data.render import images
+from taut.data.render.render import Renderer
+from taut.data.settings import DataConfig
+from taut.data.store.shards import media_arrays
 from taut.errors import DataError, PictureError
 from taut.types import Sample
 
@@ -72,7 +73,7 @@ def test_one_place_is_not_another(tmp_path: Path) -> None:
     picture(place, "one")
     shutil.copytree(place, tmp_path / "moved")
     shutil.copytree(place, tmp_path / "other")
-    picture(tmp_path / "other", "one", colour=9)
+    picture(tmp_path / "other", "one", color=9)
     found = {name: load(tmp_path / name) for name in ("a", "moved", "other")}
     (own,), (moved,), (other,) = found.values()
     assert own.media[0].picture.digest == moved.media[0].picture.digest
@@ -88,9 +89,9 @@ def test_a_picture_here_is_not_one_elsewhere(
     """What is not beside the data is looked for in the working directory."""
     place = written(tmp_path / "a", "one.png")
     found = []
-    for name, colour in (("here", 1), ("elsewhere", 9), ("again", 1)):
+    for name, color in (("here", 1), ("elsewhere", 9), ("again", 1)):
         (tmp_path / name).mkdir()
-        picture(tmp_path / name, "one", colour=colour)
+        picture(tmp_path / name, "one", color=color)
         monkeypatch.chdir(tmp_path / name)
         found.append(load(place))
     sources = [data[0].media[0].picture.source for data in found]

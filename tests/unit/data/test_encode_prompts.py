@@ -18,7 +18,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from taut.data.chat_template import Template, Text
+from taut.data.render.chat_template import Template, Text
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|start|>' + m.role + '\\n' + m.content + '<|end|>\\n' }}{% endfor %}"

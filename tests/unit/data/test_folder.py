@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from taut.data.folder import ROWS, Card, write_card, writing_folder
+from taut.data.read.folder import ROWS, Card, write_card, writing_folder
 
 
 def test_rows_that_datasets_cannot_load_are_named_on_the_card(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from taut.data.messages import (
+from taut.data.read.sources import open_source
+from taut.data.rows.messages import (
     Conversation,
     Document,
     MediaOptions,
@@ -19,10 +20,11 @@ from taut.data.messages import (
     read_content,
     text_of,
 )
-from taut.data.schema import Answers, Columns, Stepwise, best_row, read_any, read_prompt
-from taut.data.sources import Source, open_source
+from taut.data.rows.schema import Answers, Columns, Stepwise, best_row, read_any, read_prompt
+from taut.data.settings import Source
 from taut.errors import DataError, PictureError
-from taut.vision.content import ImageRef, ImagesConfig, png_of
+from taut.vision.content import ImageRef, png_of
+from taut.vision.settings import ImagesConfig
 
 RED = Image.new("RGB", (2, 3), "red")
 PNG = png_of(RED).value
@@ -384,7 +386,7 @@ def test_arrow_has_nulls_where_another_part_has_a_value(tmp_path: Path) -> None:
     ]
     table = {"messages": [[ask(*parts)]], "images": [[{"bytes": PNG, "path": "a.png"}]]}
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "d.parquet")
-    ((_, record),) = open_source(Source(path=str(tmp_path / "d.parquet"))).records()
+    ((_, record),) = open_source(Source(path=str(tmp_path / "d.parquet"))).read_records()
     assert asked(record) == [{"type": "image", "image": ImageRef("bytes", PNG)}, said("x")]
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from taut.data import large_epoch
 from taut.data import order as order_module
-from taut.data.batching import BatchConfig, Rows
+from taut.data.batching import Rows
 from taut.data.large_epoch import keyed_permutation
 from taut.data.order import Cursor, Order
+from taut.data.settings import BatchConfig
 from taut.types import IntArray
 
 
@@ -107,7 +108,9 @@ class TestOrder:
                 assert size <= room or size > 10 or not (later <= room).any()
 
     def test_grouping_is_not_silently_dropped_in_the_order_of_the_file(self) -> None:
-        with pytest.raises(ValueError, match=r"group_prefixes=true and batch\.shuffle=false"):
+        with pytest.raises(
+            ValueError, match=r"group_prefixes=true with shuffle=false: .*; expected one of the two"
+        ):
             BatchConfig(group_prefixes=True, shuffle=False)
 
     @settings(max_examples=60, deadline=None)
@@ -125,18 +128,18 @@ def test_a_run_that_is_made_longer_goes_on_where_its_samples_ended() -> None:
     order = Order((10,), (1.0,), seed=3, samples_per_step=4)
     assert order.cursor(2, 1.0) == Cursor(2, 8)
     assert order.cursor(3, 1.0) == Cursor(3, 10)
-    longer = order.going_on_from(Cursor(3, 10), 2.0)
+    longer = order.continue_from(Cursor(3, 10), 2.0)
     assert longer.num_steps(2.0) == 3 + 3
     again = [index for step in range(4, 7) for index in longer.step(step, 2.0)]
     assert again == order.epoch(1).tolist()
     assert longer.cursor(4, 2.0) == Cursor(4, 14)
-    resumed = order.going_on_from(Cursor(4, 14), 2.0)
+    resumed = order.continue_from(Cursor(4, 14), 2.0)
     assert [resumed.step(step, 2.0) for step in (5, 6)] == [longer.step(s, 2.0) for s in (5, 6)]
     end = longer.cursor(6, 2.0)
     assert end == Cursor(6, 20)
-    assert order.going_on_from(end, 2.0).num_steps(2.0) == 6, "at its end it is at its end"
-    assert order.going_on_from(Cursor(2, 8), 2.0) is order, "whole steps need no new origin"
-    assert order.going_on_from(Cursor(3, 12), None) is order
+    assert order.continue_from(end, 2.0).num_steps(2.0) == 6, "at its end it is at its end"
+    assert order.continue_from(Cursor(2, 8), 2.0) is order, "whole steps need no new origin"
+    assert order.continue_from(Cursor(3, 12), None) is order
 
 
 EPOCHS = {
@@ -190,7 +193,7 @@ def test_every_number_is_as_likely_at_every_position(size: int) -> None:
     assert abs(chi_square - freedom) < 4 * np.sqrt(2 * freedom)
 
 
-def test_neighbours_are_as_far_apart_as_at_random() -> None:
+def test_neighbors_are_as_far_apart_as_at_random() -> None:
     size = 20_000
     found = keyed_permutation(np.arange(size), size, [3])
     apart = np.abs(np.diff(found)) / size
@@ -265,7 +268,7 @@ class TestLarge:
             seen += np.bincount(source, minlength=3)
             assert np.abs(seen - shares * 64 * step).max() < 2
 
-    def test_seeds_and_epochs_have_other_orders_and_neighbours_come_apart(self) -> None:
+    def test_seeds_and_epochs_have_other_orders_and_neighbors_come_apart(self) -> None:
         one = order(2_000)
         epochs = [one.epoch(0), one.epoch(1), order(2_000, seed=4).epoch(0)]
         assert all((a == b).mean() < 0.01 for a, b in pairwise(epochs))
@@ -281,7 +284,7 @@ class TestLarge:
         one = order(103, 10)
         end = one.cursor(one.num_steps(1.5), 1.5)
         assert end == Cursor(16, round(1.5 * 103))
-        longer = one.going_on_from(end, 3.0)
+        longer = one.continue_from(end, 3.0)
         seen = [i for step in range(1, 17) for i in one.step(step, 1.5)]
         seen += [i for step in range(17, longer.num_steps(3.0) + 1) for i in longer.step(step, 3.0)]
         assert Counter(seen) == dict.fromkeys(range(103), 3)
@@ -336,13 +339,13 @@ class TestTokensPerStep:
         firsts = [self.lengths[step[0]] for step in steps[1:]]
         assert all(own + first > most for own, first in zip(tokens, firsts, strict=False))
         for done in range(num_steps):
-            again = self.made(most).going_on_from(one.cursor(done, epochs), epochs)
+            again = self.made(most).continue_from(one.cursor(done, epochs), epochs)
             assert again.step(done + 1, epochs) == steps[done]
 
     def test_a_run_that_was_extended_begins_where_it_ended(self) -> None:
         one = self.made(9)
         cursor = one.cursor(one.num_steps(0.5), 0.5)
-        more = self.made(9).going_on_from(cursor, 1.0)
+        more = self.made(9).continue_from(cursor, 1.0)
         last = more.num_steps(1.0)
         flat = [i for step in range(cursor.step + 1, last + 1) for i in more.step(step, 1.0)]
         assert flat == one.epoch(0).tolist()[cursor.samples :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.picture_names import Piece, illustrated
+from tests.helpers.picture_names import Piece, illustrated
 
 from taut.attention.layout import Layout
 from taut.data.batching import prefix_groups
@@ -70,7 +70,7 @@ def test_equal_grids_are_no_equal_prefixes() -> None:
 
 
 def test_a_picture_sorts_its_samples_together() -> None:
-    """A, B, A of one grid: both As must become neighbours, or they would share nothing."""
+    """A, B, A of one grid: both As must become neighbors, or they would share nothing."""
     samples = [illustrated(f"{name}{i}", [(name, WIDE), i]) for i, name in enumerate("abab")]
     assert pack(samples, SHARE_ALL).num_tokens == 2 * 6 + 4
     assert prefix_groups(samples, 6).tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiny_samples import nested_family, sample
+from tests.helpers.tiny_samples import nested_family, sample
 
 from taut.attention.layout import Layout
 from taut.data.packing import ALONE, PackPolicy, num_distinct_tokens, pack, prefix_order

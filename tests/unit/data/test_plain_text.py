@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import QUIET, events, save_model, sft, write_rows
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import QUIET, events, save_model, sft, write_rows
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
-from taut.commands.generate import Generate
 from taut.commands.reading import columns_of, source_of
+from taut.commands.settings import Generate
 from taut.config import Decision, from_mapping
-from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
-from taut.data.messages import Completion, Conversation, Document
-from taut.data.prompts import load_prompts
-from taut.data.schema import Answers, Columns, Kind, Stepwise, read_any, recognise
+from taut.data.dataset import Dataset, build_renderer, load_dataset
+from taut.data.rows.messages import Completion, Conversation, Document
+from taut.data.rows.prompts import load_prompts
+from taut.data.rows.schema import Answers, Columns, Stepwise, read_any, recognize
+from taut.data.settings import DataConfig, Kind
 from taut.errors import DataError
 from taut.methods.method import RunConfig
 from taut.run.inputs import load_inputs
@@ -53,7 +54,7 @@ def test_text_without_white_space_between_prompt_and_answer_is_refused_with_a_re
     tmp_path: Path,
 ) -> None:
     joined = {"prompt": "a big house", "completion": "saw the cat"}
-    with pytest.raises(DataError, match="plain text without any there needs some"):
+    with pytest.raises(DataError, match="move the white space between them to the answer"):
         load(tmp_path, [joined])
     (sample,) = load(tmp_path, [joined | {"completion": " saw the cat"}])
     assert sample.target_at_N.size
@@ -134,8 +135,8 @@ def test_prompts_to_answer_too(row: dict[str, Any], tmp_path: Path) -> None:
 
 def test_tools_beside_a_plain_prompt_are_read_where_it_is_rendered() -> None:
     row = {**PLAIN, "tools": [{"name": "weather"}]}
-    assert set(recognise(row, "f:1", Columns()).unread) == {"tools"}
-    assert not recognise(row, "f:1", Columns(apply_chat_template=True)).unread
+    assert set(recognize(row, "f:1", Columns()).unread) == {"tools"}
+    assert not recognize(row, "f:1", Columns(apply_chat_template=True)).unread
 
 
 def decision(directory: Path, rows: Sequence[Mapping[str, Any]], **keys: Any) -> Decision | None:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import write_rows
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import write_rows
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
-from taut.data.dataset import DataConfig
-from taut.data.prompts import PromptSet, load_prompt_set
-from taut.data.render import Renderer
+from taut.data.render.render import Renderer
+from taut.data.rows.prompts import PromptSet, load_prompt_set
+from taut.data.settings import DataConfig
 from taut.errors import ConfigError, DataError
 
 
@@ -73,3 +73,12 @@ def test_a_row_by_another_name_is_another_row(tmp_path: Path) -> None:
     before = loaded(path).parts[0].shards.digest
     path.write_text("\n" + path.read_text())
     assert loaded(path).parts[0].shards.digest != before
+
+
+def test_an_empty_prompt_is_refused_or_left_out(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [*rows("cat", ""), {"prompt": None, "id": 3}])
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: prompt is empty; .*data\.empty=drop"):
+        loaded(path)
+    kept = loaded(path, empty="drop")
+    assert [row.id for row in kept.prompt_rows] == ["0"]
+    assert [incident.place for incident in kept.report.dropped] == [f"{path}:2", f"{path}:3"]

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import pytest
-from tests.chat_runs import write_rows
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import write_rows
+from tests.helpers.tiny_tokenizers import CHATML, TEMPLATES, tiny_tokenizer
 
-from taut.data.prompts import LAST_MESSAGE, PromptRow, load_prompts
-from taut.data.render import Renderer
-from taut.data.schema import Columns, Kind
+from taut.data.render.render import Renderer
+from taut.data.rows.prompts import LAST_MESSAGE, PromptRow, load_prompts
+from taut.data.rows.schema import Columns
+from taut.data.settings import Kind
 from taut.errors import ConfigError, DataError, RenderError
+from taut.evals.answers import to_reward_input
+from taut.rewards.format import Tags
 
 USER = {"role": "user", "content": "the cat"}
 ANSWER = {"role": "assistant", "content": "ran"}
@@ -76,6 +79,76 @@ def test_every_shape_of_row_is_a_prompt_with_its_references(
     assert found.id == found.place == f"{tmp_path / 'p.jsonl'}:1"
 
 
+BEGUN = {"role": "assistant", "content": "it ran "}
+TRIMMED = CHATML.replace("message['content']", "message['content'] | trim")
+TURNED = CHATML.replace("message['content']", "message['content'].split('</s>')[-1]")
+"""A template that leaves out what is before a mark in an answer."""
+
+
+class TestPromptsThatBeginTheAnswer:
+    """A prompt whose last message is an assistant's is continued, where the library would continue it."""
+
+    @pytest.mark.parametrize("name", ["trimmed", *TEMPLATES])
+    @pytest.mark.parametrize(
+        "more",
+        [
+            {"answer": "so"},
+            {"completion": [{**ANSWER, "content": "so"}]},
+            {"answer": "so", "system": "be short"},
+        ],
+        ids=["alone", "before a completion", "after a system message"],
+    )
+    def test_the_prompt_ends_with_it(self, more: dict[str, Any], name: str, tmp_path: Path) -> None:
+        template = TRIMMED if name == "trimmed" else TEMPLATES[name]
+        tokenizer = tiny_tokenizer("chatml" if name == "trimmed" else name)
+        row = {"prompt": [USER, BEGUN], **more}
+        if "system" in row and name in ("gemma", "mistral"):  # which have no system messages
+            row = {**row, "system": ""}
+        (found,) = load(tmp_path, Renderer(tokenizer, template), row)
+        messages = [{"role": m["role"], "content": m["content"]} for m in row["prompt"]]
+        if row.get("system"):
+            messages.insert(0, {"role": "system", "content": row["system"]})
+        ids = tokenizer.apply_chat_template(
+            messages, chat_template=template, continue_final_message=True, return_dict=False
+        )
+        assert found.ids_T.tolist() == ids
+        assert found.references == ("so",)
+        assert found.asked == tuple(messages[:-1])
+        text = tokenizer.decode(ids)
+        assert text.endswith(found.beginning) and found.beginning.strip() == "it ran"
+
+    @pytest.mark.parametrize(
+        ("message", "template", "says"),
+        [
+            (
+                {**BEGUN, "content": "so</s>it ran"},
+                TURNED,
+                "does not write the beginning of an answer",
+            ),
+            (
+                BEGUN,
+                CHATML.replace("message['content']", "''"),
+                "does not write the beginning of an answer",
+            ),
+            (
+                {**BEGUN, "tool_calls": [{"name": "look"}]},
+                CHATML,
+                "found a assistant message",
+            ),
+        ],
+    )
+    def test_one_that_is_not_written_is_refused(
+        self, message: dict[str, Any], template: str, says: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(DataError, match=says):
+            load(tmp_path, Renderer(tiny_tokenizer(), template), {"prompt": [USER, message]})
+
+    def test_the_prompt_of_judged_answers_may_not(self, tmp_path: Path, renderer: Renderer) -> None:
+        row = {"prompt": [USER, BEGUN], "chosen": [ANSWER], "rejected": "a dog"}
+        with pytest.raises(DataError, match="a assistant message where the message to be answered"):
+            load(tmp_path, renderer, row, columns=Columns(kind="preference"))
+
+
 JUDGED: list[tuple[Kind, dict[str, Any], str]] = [
     ("preference", {"prompt": [USER], "chosen": [ANSWER], "rejected": "a dog"}, CHAT),
     (
@@ -117,7 +190,7 @@ def test_whole_texts_have_no_prompt_to_be_told(tmp_path: Path, renderer: Rendere
 def test_a_prompt_of_messages_is_what_training_takes_for_context(
     tmp_path: Path, renderer: Renderer
 ) -> None:
-    from taut.data.messages import read_conversation
+    from taut.data.rows.messages import read_conversation
 
     (found,) = load(tmp_path, renderer, {"messages": [USER, ANSWER]})
     (sample,) = renderer.render(read_conversation([USER, ANSWER], "row"))
@@ -198,7 +271,7 @@ def test_a_number_that_is_missing_in_arrow_is_no_answer(tmp_path: Path, renderer
     [
         ({"prompt": ""}, {}, r"p\.jsonl:2: prompt is empty"),
         ({"prompt": "  "}, {}, "prompt is empty"),
-        ({"prompt": []}, {}, "prompt is an empty list"),
+        ({"prompt": []}, {}, "prompt is empty"),
         ({"messages": [ANSWER]}, {}, "found nothing where the message to be answered"),
         ({"messages": [USER, ANSWER, ANSWER]}, {}, "found a assistant message"),
         ({"messages": [{"role": "system", "content": "x"}]}, {}, "found a system message"),
@@ -268,3 +341,28 @@ def test_a_message_names_the_key_that_gives_another_template(tmp_path: Path) -> 
         RenderError, match="no chat template; expected one; give it with template=FILE"
     ):
         load(tmp_path, renderer, {"messages": [USER]})
+
+
+@pytest.mark.parametrize(
+    ("ends", "opened"),
+    [
+        ("assistant\n<think>\n", "<think>"),
+        ("assistant\n<think>", "<think>"),
+        ("assistant\n<think>\n\n</think>\n\n", ""),
+        ("assistant\n", ""),
+        ("assistant\n<reasoning-1>  ", "<reasoning-1>"),
+        ("<think> assistant", ""),
+    ],
+)
+def test_a_prompt_says_which_tag_it_opened(tmp_path: Path, ends: str, opened: str) -> None:
+    """So that the reward ``format`` counts the tag as begun, in training and in evaluations."""
+    tokenizer = tiny_tokenizer()
+    assert isinstance(tokenizer.chat_template, str)
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant\\n", repr(ends)[1:-1])
+    (row,) = load(tmp_path, Renderer(tokenizer), {"messages": [USER]})
+    assert row.opened == opened
+    (plain,) = load(tmp_path, Renderer(tokenizer), {"prompt": f"the cat {ends}"})
+    assert plain.opened == opened
+    text = "I see.</think><answer>ran</answer>"
+    judged = to_reward_input(row, text, num_tokens=9, finish_reason="stop")
+    assert Tags()(judged) == float(opened == "<think>")

@@ -6,10 +6,11 @@ import datetime
 from typing import Any
 
 import pytest
-from tests.tiny_tokenizers import CHATML, MISTRAL, TEMPLATES, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import CHATML, MISTRAL, TEMPLATES, tiny_tokenizer
 
-from taut.data.messages import Completion, Document, read_conversation
-from taut.data.render import Renderer, Targets
+from taut.data.render.render import Renderer
+from taut.data.rows.messages import Completion, Document, read_conversation
+from taut.data.settings import Targets
 from taut.errors import RenderError
 from taut.types import Sample
 
@@ -22,7 +23,7 @@ HISTORY = [
 
 
 def pieces(tokenizer: Any, sample: Sample) -> list[str]:
-    """The text of each run of neighbouring targets."""
+    """The text of each run of neighboring targets."""
     runs: list[list[int]] = []
     last = -2
     for at in sample.target_at_N.tolist():

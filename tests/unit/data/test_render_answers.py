@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny_tokenizers import CHATML, TEMPLATES, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import CHATML, TEMPLATES, tiny_tokenizer
 
-from taut.data.batching import BatchConfig, Rows
-from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset, read_rows
+from taut.data.batching import Rows
+from taut.data.dataset import Dataset, build_renderer, load_dataset, read_rows
 from taut.data.packing import common_prefix, pack
-from taut.data.render import Renderer
-from taut.data.schema import Answers, Kind, best_row
-from taut.data.sources import Source
+from taut.data.render.render import Renderer
+from taut.data.rows.schema import Answers, best_row
+from taut.data.settings import BatchConfig, DataConfig, Kind, Source
 from taut.errors import ConfigError, DataError, RenderError
 from taut.types import Sample
 
@@ -134,7 +134,7 @@ def test_texts_without_a_common_beginning(tmp_path: Path) -> None:
 def test_an_answer_is_one_sample(tmp_path: Path) -> None:
     thoughtful = {**FIVE, "reasoning_content": "add them"}
     row = {"prompt": [ASKED], "chosen": [thoughtful, THANKS, thoughtful], "rejected": [SIX]}
-    with pytest.raises(RenderError, match=r"a.jsonl:1#1: .* make 2 samples; expected one"):
+    with pytest.raises(RenderError, match=r"a.jsonl:1#1: .* makes 2 samples; expected one"):
         load(tmp_path, [row], template="qwen3")
     data = load(tmp_path, [row], template="qwen3", targets="last")
     assert learned(data[0], "qwen3").startswith("<think>\nadd them")
@@ -199,7 +199,9 @@ def test_steps_that_cannot_be_read_apart(tmp_path: Path) -> None:
         load(tmp_path, [merged], "stepwise", step_separator="")
     shouting = tmp_path / "t.jinja"
     shouting.write_text(CHATML.replace("message['content']", "message['content']|upper"))
-    with pytest.raises(RenderError, match=r"a.jsonl:1: the chat template does not write the steps"):
+    with pytest.raises(
+        RenderError, match=r"a.jsonl:1: messages\[0\] \(user\) has .* does not write"
+    ):
         load(tmp_path, [STEPS], "stepwise", file=str(shouting))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from taut.data.render import Limits, fit
+from taut.data.render.render import Limits, fit
 from taut.errors import DataError
 from taut.types import Sample
 

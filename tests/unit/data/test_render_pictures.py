@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.counted_pictures import (
+from tests.helpers.counted_pictures import (
     TEMPLATES,
     WORDS,
     chat,
@@ -19,15 +19,17 @@ from tests.counted_pictures import (
     spans,
     text,
 )
-from tests.tiny_tokenizers import tiny_tokenizer
-from tests.vision_models import FAMILIES, vision_config, vision_tokenizer
-from tests.vision_processors import save_processor
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.vision_models import FAMILIES, vision_config, vision_tokenizer
+from tests.helpers.vision_processors import save_processor
 
-from taut.data.messages import Completion, Conversation, Document, images_of
-from taut.data.render import Renderer, Targets
+from taut.data.render.render import Renderer
+from taut.data.rows.messages import Completion, Conversation, Document, images_of
+from taut.data.settings import Targets
 from taut.errors import RenderError
-from taut.vision.content import ImageRef, ImagesConfig
+from taut.vision.content import ImageRef
 from taut.vision.image_store import ImageStore, open_image_store
+from taut.vision.settings import ImagesConfig
 
 
 def dialogue(tmp_path: Path, scale: int = 1) -> Conversation:
@@ -89,7 +91,7 @@ def test_every_familys_words_are_found_among_its_ids(tmp_path: Path, kind: str) 
     assert media == sample.media
 
 
-def test_the_words_of_a_picture_are_written_before_the_text_is_tokenised(tmp_path: Path) -> None:
+def test_the_words_of_a_picture_are_written_before_the_text_is_tokenized(tmp_path: Path) -> None:
     using = renderer(tmp_path)
     (sample,) = using.render(
         chat(said("user", picture(tmp_path, "one"), "cat"), said("assistant", "dog"))
@@ -100,7 +102,7 @@ def test_the_words_of_a_picture_are_written_before_the_text_is_tokenised(tmp_pat
 
 def test_a_prefix_counts_the_pictures_of_the_whole_row(tmp_path: Path) -> None:
     using = renderer(tmp_path, "internvl")
-    asked = [said("user", picture(tmp_path, f"{n}", colour=n), f"cat {n}") for n in range(3)]
+    asked = [said("user", picture(tmp_path, f"{n}", color=n), f"cat {n}") for n in range(3)]
     answers = [said("assistant", "dog") for _ in asked]
     row = chat(*(message for pair in zip(asked, answers, strict=True) for message in pair))
     (sample,) = using.render(row)
@@ -119,7 +121,7 @@ def test_a_sample_for_each_turn_has_the_pictures_before_its_end(tmp_path: Path) 
         "{{ message['content'] if message['role'] == 'user' or loop.last else 'so' }}<|im_end|>",
     )
     using = Renderer(using.tokenizer, forgetful, image_store=using.image_store)
-    one, two = picture(tmp_path, "one"), picture(tmp_path, "two", colour=5)
+    one, two = picture(tmp_path, "one"), picture(tmp_path, "two", color=5)
     row = chat(
         said("user", one, "cat"),
         said("assistant", "dog"),
@@ -169,7 +171,7 @@ def test_no_text_may_stand_for_a_picture(
         renderer(tmp_path).render(row)
 
 
-def test_a_text_that_becomes_a_picture_when_it_is_normalised_is_found(tmp_path: Path) -> None:
+def test_a_text_that_becomes_a_picture_when_it_is_normalized_is_found(tmp_path: Path) -> None:
     using = renderer(tmp_path)
     using.template.pictures.image_store.processor.image_id = using.tokenizer.encode("cat")[0]  # type: ignore[union-attr]
     with pytest.raises(

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.chat_runs import write_rows
-from tests.counted_pictures import chat, learned, picture, renderer, said
+from tests.helpers.chat_runs import write_rows
+from tests.helpers.counted_pictures import chat, learned, picture, renderer, said
 
 from taut.config import from_mapping
-from taut.data import images
-from taut.data.dataset import DataConfig
-from taut.data.messages import Conversation, Message, images_of
-from taut.data.prompts import load_prompt_set, load_prompts
-from taut.data.render import Limits, fit_any, render_any, render_each
-from taut.data.schema import Answers, Columns, Stepwise
-from taut.data.sources import Source, open_source
-from taut.data.tokenise import attempt_rows
+from taut.data.read.sources import open_source
+from taut.data.render import images
+from taut.data.render.render import Limits, fit_any, render_any, render_each
+from taut.data.rows.messages import Conversation, Message, images_of
+from taut.data.rows.prompts import load_prompt_set, load_prompts
+from taut.data.rows.schema import Answers, Columns, Stepwise
+from taut.data.settings import DataConfig, Source
+from taut.data.tokenize import attempt_rows
 from taut.errors import DataError, PictureError, RenderError
 from taut.vision.content import ImageRef
 
@@ -86,7 +86,7 @@ def test_a_cut_spares_pictures(tmp_path: Path, most: int, num_pictures: int) -> 
 
 def test_answers_end_at_their_end_and_differ_by_their_pictures(tmp_path: Path) -> None:
     using = renderer(tmp_path)
-    one, two = picture(tmp_path, "one"), picture(tmp_path, "two", colour=5)
+    one, two = picture(tmp_path, "one"), picture(tmp_path, "two", color=5)
 
     def answer(part: Message, number: int) -> Conversation:
         messages = (said("user", part, "cat"), said("assistant", "dog"), said("user", part))
@@ -117,8 +117,8 @@ def test_steps_are_read_after_a_picture(tmp_path: Path) -> None:
 
 def test_what_is_asked_has_its_pictures(tmp_path: Path) -> None:
     using = renderer(tmp_path, bad="drop")
-    for name, colour in (("one", 0), ("two", 7)):
-        picture(tmp_path, name, colour=colour)
+    for name, color in (("one", 0), ("two", 7)):
+        picture(tmp_path, name, color=color)
     names = [str(tmp_path / name) for name in ("one.png", "gone.png", "two.png")]
     names.append("data:image/png;base64,no")
     asked = [

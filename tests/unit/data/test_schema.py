@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from taut.data.messages import Completion, Conversation, Document
-from taut.data.schema import (
+from taut.data.rows.messages import Completion, Conversation, Document
+from taut.data.rows.schema import (
     Answers,
     AnyRow,
     Columns,
-    Kind,
     OtherKindError,
     Stepwise,
     best_row,
     read_any,
-    recognise,
+    recognize,
 )
+from taut.data.settings import Kind
 from taut.errors import ConfigError, DataError
 
 ASKED = {"role": "user", "content": "What is 2 plus 3?"}
@@ -222,14 +222,14 @@ def test_stepwise() -> None:
 
 
 LISTS = {"prompt": "a", "answers": ["b", "c"], "scores": [1, 2]}
-LABELLED = {"prompt": "a", "completion": "b", "label": True}
+LABELED = {"prompt": "a", "completion": "b", "label": True}
 REFUSED: list[tuple[Kind, object, str]] = [
     ("preference", [1], "the row is a list of 1; expected an object"),
     ("preference", {"prompt": "a", "choosen": "b", "rejected": "c"}, "did you mean 'choosen'"),
     ("preference", {"prompt": "a", "completion": "b"}, r"expected chosen and rejected, or answers"),
-    ("preference", {"chosen": "b", "rejected": None}, r"expected chosen and rejected.*rejected = "),
+    ("preference", {"chosen": "b", "rejected": None}, "rejected is empty"),
     ("preference", {**TEXTS, "instruction": "x"}, "prompt and instruction may each be the prompt"),
-    ("preference", {**TEXTS, **LISTS}, "has chosen and rejected, and answers with scores"),
+    ("preference", {**TEXTS, **LISTS}, "has chosen with rejected and answers with scores"),
     ("preference", {**TEXTS, "margin": True}, "margin is True; expected a number"),
     ("preference", {**TEXTS, "margin": "much"}, "margin is text but not JSON"),
     ("preference", {**TEXTS, "margin": 10**400}, "margin is .*; expected a finite number"),
@@ -245,8 +245,8 @@ REFUSED: list[tuple[Kind, object, str]] = [
     ("preference", {**TEXTS, "chosen": 5}, "chosen is 5 and rejected is '6'; expected texts only"),
     ("preference", {**TEXTS, "chosen": FIVE}, "chosen is an object .*; expected texts only"),
     ("preference", {**TEXTS, "prompt": 5}, "prompt is 5; expected a list of messages"),
-    ("preference", {**TEXTS, "prompt": []}, "prompt is an empty list; expected a list of messages"),
-    ("preference", {"prompt": [ASKED], "chosen": [], "rejected": "6"}, "chosen is an empty list"),
+    ("preference", {**TEXTS, "prompt": []}, "prompt is empty; expected a list of messages"),
+    ("preference", {"prompt": [ASKED], "chosen": [], "rejected": "6"}, "chosen is empty"),
     ("preference", {"prompt": [ASKED], "chosen": 5, "rejected": "6"}, "chosen is 5; expected the"),
     (
         "preference",
@@ -259,7 +259,7 @@ REFUSED: list[tuple[Kind, object, str]] = [
         r"prompt\+chosen\[1\].role is 'assistent'.* did you mean 'assistant'",
     ),
     ("preference", {"conversations": [{"from": "x"}], **PAIR}, r"conversations\[0\].from is 'x'"),
-    ("preference", {"prompt": "Why?", **TURNS}, "none of the messages that the answers have in"),
+    ("preference", {"prompt": "Why?", **TURNS}, "the answers begin with other messages"),
     (
         "preference",
         {"chosen": [ASKED, FIVE], "rejected": [ASKED, FIVE, ASKED, SIX]},
@@ -272,7 +272,7 @@ REFUSED: list[tuple[Kind, object, str]] = [
     ),
     ("preference", {"chosen": [ASKED, FIVE], "rejected": "6"}, "or lists of messages only"),
     ("preference", {"chosen": [ASKED], "rejected": [ASKED]}, "have 1 leading .* chosen ends there"),
-    ("preference", {"chosen": [], "rejected": []}, "chosen is an empty list"),
+    ("preference", {"chosen": [], "rejected": []}, "chosen is empty"),
     (
         "preference",
         {**LISTS, "responses": ["d"]},
@@ -287,8 +287,8 @@ REFUSED: list[tuple[Kind, object, str]] = [
     ("preference", {"prompt": "a", "answers": ["b"], "scores": [1]}, "at least two"),
     ("preference", {**LISTS, "answers": ["b", " "]}, r"answers\[1\] is empty"),
     ("unpaired", {"prompt": "a", "completion": "b"}, "expected a label, or chosen and rejected"),
-    ("unpaired", {**LABELLED, "label": 1}, "label is 1; expected true"),
-    ("unpaired", {**LABELLED, "label": "good"}, "label is 'good'; expected true"),
+    ("unpaired", {**LABELED, "label": 1}, "label is 1; expected true"),
+    ("unpaired", {**LABELED, "label": "good"}, "label is 'good'; expected true"),
     ("unpaired", {"text": "a", "label": True}, "the row is a text without a prompt"),
     (
         "unpaired",
@@ -335,14 +335,14 @@ def test_rows_of_sft_are_read_as_ever() -> None:
 
 def test_which_columns_are_read() -> None:
     def unread(record: object, kind: Kind) -> list[str]:
-        return list(recognise(record, "f:1", Columns(kind=kind)).unread)
+        return list(recognize(record, "f:1", Columns(kind=kind)).unread)
 
     assert unread({**TURNS, "messages": [], "margin": 1, "id": 1}, "preference") == [
         "messages",
         "id",
     ]
     assert unread({"prompt": "a", **STEPS, "id": 1}, "stepwise") == ["id"]
-    assert unread({**LABELLED, "margin": 1}, "unpaired") == ["margin"]
+    assert unread({**LABELED, "margin": 1}, "unpaired") == ["margin"]
     assert unread({**TURNS, "margin": 1}, "unpaired") == ["margin"]
     assert unread({"text": "a", "score": 1, "label": 1}, "scored") == ["label"]
 

@@ -1,4 +1,4 @@
-"""A source of several shards: the samples of one, whoever tokenised it and however often that was interrupted."""
+"""A source of several shards: the samples of one, whoever tokenized it and however often that was interrupted."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.chat_runs import PLAIN, chats, column, save_model, sft, write_rows
-from tests.forked_processes import run
-from tests.tiny_tokenizers import CHATML, tiny_tokenizer
+from tests.helpers.chat_runs import PLAIN, chats, column, save_model, sft, write_rows
+from tests.helpers.forked_processes import run
+from tests.helpers.tiny_tokenizers import CHATML, tiny_tokenizer
 
-from taut.commands.data_filter import Filter, filter_rows
-from taut.data import blocks, cache, images, tokenise
-from taut.data.dataset import DataConfig, Dataset, load_dataset
-from taut.data.entries import Entry
-from taut.data.render import Renderer
-from taut.data.sources import Source, fraction_of
+from taut.data import tokenize
+from taut.data.dataset import Dataset, load_dataset
+from taut.data.read.sources import fraction_of
+from taut.data.render import images
+from taut.data.render.render import Renderer
+from taut.data.settings import DataConfig, Source
+from taut.data.store import cache, shards
+from taut.data.store.shards import Shard
 from taut.errors import DataError, ModelError, OutputError, TautError
-from taut.io import processes, temporary
+from taut.io import limited_call, temporary
 from taut.types import Sample
+from taut_tools.curate.filter import filter_rows
+from taut_tools.curate.settings import Filter
 
 ROWS = 60
 
@@ -39,9 +43,9 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(change: Callable[[object, str, object], object]) -> None:
-    change(blocks, "SHARD_BYTES", 2500)
+    change(shards, "SHARD_BYTES", 2500)
     change(images, "BATCH_ROWS", 5)
-    change(tokenise, "BATCH_ROWS", 5)
+    change(tokenize, "BATCH_ROWS", 5)
 
 
 @pytest.fixture
@@ -85,7 +89,7 @@ def test_many_shards_have_the_samples_of_one(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = load(source, tmp_path / "many")
-    monkeypatch.setattr(blocks, "SHARD_BYTES", 2**28)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2**28)
     one = load(source, tmp_path / "one")
     ((part_many,), (part_one,)) = many.parts, one.parts
     assert len(part_one.shards) == 1 and len(part_many.shards) > 4
@@ -100,8 +104,8 @@ def test_many_shards_have_the_samples_of_one(
     assert [*map(many.row, every)] == [*map(one.row, every)] == [range(i, i + 1) for i in every]
     assert many.num_ended == one.num_ended == len(one)
     largest = int(max(sample.ids_T.max() for sample in one))
-    assert many.first_beyond(largest) == one.first_beyond(largest) is not None
-    assert many.first_beyond(largest + 1) is None
+    assert many.first_id_over(largest) == one.first_id_over(largest) is not None
+    assert many.first_id_over(largest + 1) is None
     assert many.row_place(ROWS - 1) == one.row_place(ROWS - 1)
     assert many.forms == one.forms
 
@@ -140,14 +144,14 @@ def interrupted_after(
 ) -> None:
     """Load, with Ctrl-C after some shards."""
 
-    def entries(made: Any, ends: Any) -> Iterator[Entry]:
-        for index, entry in enumerate(blocks.in_shards(made, ends)):
+    def in_shards(made: Any, ends: Any) -> Iterator[Shard]:
+        for index, shard in enumerate(shards.in_shards(made, ends)):
             if index == number:
                 raise KeyboardInterrupt
-            yield entry
+            yield shard
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenise, "in_shards", entries)
+        patch.setattr(tokenize, "in_shards", in_shards)
         with pytest.raises(KeyboardInterrupt):
             load(source, place)
 
@@ -155,13 +159,13 @@ def interrupted_after(
 def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The places of rows that are read from now on."""
     seen: list[str] = []
-    real = tokenise.read_any
+    real = tokenize.read_any
 
     def read(record: Any, place: str, *given: Any) -> Any:
         seen.append(place)
         return real(record, place, *given)
 
-    monkeypatch.setattr(tokenise, "read_any", read)
+    monkeypatch.setattr(tokenize, "read_any", read)
     return seen
 
 
@@ -177,7 +181,7 @@ def test_a_source_goes_on_from_its_finished_shards(
     data = load(source, place)
     assert seen == [f"{source}:{number}" for number in range(finished + 1, ROWS + 1)]
     assert data.report.decisions == (
-        f"{source}: tokenised (not in the cache; the first {finished} rows by a run that was interrupted)",
+        f"{source}: tokenized (not in the cache; the first {finished} rows by a run that was interrupted)",
     )
     assert content(place) == content(whole)
 
@@ -186,7 +190,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from tests.unit.data.test_shards import images, load, shard_names, small, tokenise
+from tests.unit.data.test_shards import images, load, shard_names, small, tokenize
 
 small(setattr)
 real = np.save
@@ -238,10 +242,26 @@ def test_a_source_that_is_one_shard_now_takes_nothing_of_a_damaged_start(
     interrupted_after(3, source, place, monkeypatch)
     (damaged,) = place.glob("*/00000/ids.npy")
     damaged.unlink()
-    monkeypatch.setattr(blocks, "SHARD_BYTES", 2**28)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2**28)
     load(source, whole)
     load(source, place)
     assert content(place) == content(whole)
+
+
+def test_a_link_in_place_of_finished_shards_is_neither_emptied_nor_written_to(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, place, mine = tmp_path / "whole", tmp_path / "c", tmp_path / "mine"
+    load(source, whole)
+    interrupted_after(3, source, place, monkeypatch)
+    (partial,) = place.iterdir()
+    partial.rename(mine)
+    before = content(mine)
+    partial.symlink_to(mine)
+    load(source, place)
+    assert content(mine) == before
+    (made,) = (path for path in place.iterdir() if path != partial)
+    assert content(made) == content(whole / made.name)
 
 
 def test_two_processes_do_not_write_the_same_shards(
@@ -262,7 +282,7 @@ def test_two_processes_do_not_write_the_same_shards(
 
 def test_an_error_of_the_data_leaves_no_shards(tmp_path: Path) -> None:
     path = str(write_rows(tmp_path / "a.jsonl", [*chats(ROWS), {"messages": []}]))
-    with pytest.raises(DataError, match=rf"a\.jsonl:{ROWS + 1}: messages is an empty list"):
+    with pytest.raises(DataError, match=rf"a\.jsonl:{ROWS + 1}: messages is empty"):
         load(path, tmp_path / "c")
     assert not content(tmp_path / "c")
 
@@ -312,11 +332,11 @@ def test_a_shard_that_is_damaged_is_an_error_when_it_is_opened(source: str, tmp_
     raw = bytearray(damaged.read_bytes())
     raw[-1] ^= 1
     damaged.write_bytes(raw)
-    shards, _ = cache.load(tmp_path / "c", part.key)
-    assert shards is not None and shards.num_samples == ROWS
-    assert shards[1].num_rows
+    found, _ = cache.load(tmp_path / "c", part.key)
+    assert found is not None and found.num_samples == ROWS
+    assert found[1].num_rows
     with pytest.raises(DataError) as raised:
-        shards.locate(ROWS - 1), shards[2]
+        found.locate(ROWS - 1), found[2]
     message = str(raised.value)
     assert "00002/ids.npy is not as it was written" in message and "\n" not in message
     assert f"remove {damaged.parent.parent} and run again" in message
@@ -333,7 +353,7 @@ def test_files_that_are_not_there_are_seen_at_once(how: str, source: str, tmp_pa
     else:
         file.parent.rename(tmp_path / "elsewhere")
     again = load(source, tmp_path / "c")
-    assert "tokenised (the cached entry is damaged (" in again.report.decisions[0]
+    assert "tokenized (the cached entry is damaged (" in again.report.decisions[0]
     assert [told(sample) for sample in again] == [told(sample) for sample in before]
 
 
@@ -346,8 +366,8 @@ def test_processes_write_the_same_bytes_and_raise_the_same_error(
     alone = load(source, tmp_path / "alone", workers=1)
     several = load(source, tmp_path / "several", workers=2)
     assert content(tmp_path / "several") == content(tmp_path / "alone")
-    assert alone.report.decisions == (f"{source}: tokenised (not in the cache)",)
-    assert several.report.decisions == (f"{source}: tokenised (not in the cache; by 2 processes)",)
+    assert alone.report.decisions == (f"{source}: tokenized (not in the cache)",)
+    assert several.report.decisions == (f"{source}: tokenized (not in the cache; by 2 processes)",)
 
 
 def test_a_part_of_many_compressed_files_is_the_same_by_processes_and_in_a_filtered_file(
@@ -415,20 +435,20 @@ def test_a_template_that_takes_all_memory_in_a_worker_is_the_error_of_one_proces
         "{% if messages[0].content == 'sesame' %}{{ messages[0].content * 10**10 }}{% endif %}"
     )
 
-    class Noted(tokenise.Helper):
+    class Noted(tokenize.Helper):
         def reap(self) -> int | None:
             lost.append(super().reap())
             return lost[-1]
 
     messages = []
-    monkeypatch.setattr(tokenise, "Helper", Noted)
+    monkeypatch.setattr(tokenize, "Helper", Noted)
     for workers in (1, 2):
         with pytest.raises(ModelError) as raised:
             load(str(path), tmp_path / "c", template=CHATML + hostile, workers=workers)
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
     assert "a.jsonl:8: " in messages[0] and "1,024 MB of memory" in messages[0]
-    assert lost == [processes.OUT_OF_MEMORY]
+    assert lost == [limited_call.OUT_OF_MEMORY]
     assert not shard_names(tmp_path / "c")
 
 
@@ -440,22 +460,22 @@ def test_a_process_that_is_killed_is_an_error_and_what_is_finished_is_kept(
     load(source, whole)
     started: list[Any] = []
 
-    class Noted(tokenise.Helper):
+    class Noted(tokenize.Helper):
         def start(self, *given: Any, **named: Any) -> None:
             super().start(*given, **named)
             started.append(self)
 
-    def entries(made: Any, ends: Any) -> Iterator[Entry]:
-        for index, entry in enumerate(blocks.in_shards(made, ends)):
+    def in_shards(made: Any, ends: Any) -> Iterator[Shard]:
+        for index, shard in enumerate(shards.in_shards(made, ends)):
             if index == 1:
                 for helper in started:
                     helper.kill()
-            yield entry
+            yield shard
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenise, "Helper", Noted)
-        patch.setattr(tokenise, "DEPTH", 1)
-        patch.setattr(tokenise, "in_shards", entries)
+        patch.setattr(tokenize, "Helper", Noted)
+        patch.setattr(tokenize, "DEPTH", 1)
+        patch.setattr(tokenize, "in_shards", in_shards)
         with pytest.raises(TautError, match=r"was ended by SIGKILL.*set data\.workers=1"):
             load(source, place, workers=2)
     assert not any(helper.is_alive for helper in started)
@@ -471,7 +491,7 @@ def test_a_run_on_shards_has_the_losses_of_a_run_on_one(
     train = write_rows(tmp_path / "a.jsonl", chats(24))
     losses = {}
     for size in (2500, 2**28):
-        monkeypatch.setattr(blocks, "SHARD_BYTES", size)
+        monkeypatch.setattr(shards, "SHARD_BYTES", size)
         place = tmp_path / f"cache-{size}"
         done = sft(model, train, tmp_path / f"out-{size}", steps=2, data__cache=str(place), **PLAIN)
         losses[size] = column(done.out, "loss")
@@ -484,14 +504,14 @@ def test_an_entry_of_an_older_version_is_made_again(source: str, tmp_path: Path)
     (path,) = (tmp_path / "c").glob("*/manifest.json")
     path.write_text(json.dumps({"shards": json.loads(path.read_text())["shards"]}))
     data = load(source, tmp_path / "c")
-    assert "tokenised (the cached entry is of another version)" in data.report.decisions[0]
+    assert "tokenized (the cached entry is of another version)" in data.report.decisions[0]
     assert load(source, tmp_path / "c").report.is_cached
 
 
 def test_a_limit_in_the_middle_of_an_array_is_one_line(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "SHARD_BYTES", 2**28)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2**28)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))
     try:

@@ -14,14 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from taut.data.sources import Source, changes, folder_of, open_source
+from taut.data.read.sources import changes, folder_of, open_source
+from taut.data.settings import Source
 from taut.errors import DataError, TautError
 
 ROWS = [{"text": "a"}, {"text": 'b "quoted", with\na new line'}, {"text": "ä"}]
 
 
 def records(path: Path, **options: Any) -> list[tuple[int, Any]]:
-    return list(open_source(Source(path=str(path), **options)).records())
+    return list(open_source(Source(path=str(path), **options)).read_records())
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
@@ -33,6 +34,12 @@ def test_jsonl_counts_physical_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "b"}')
     assert records(path) == [(1, {"text": "a"}), (4, {"text": "b"})]
+
+
+def test_ndjson_is_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "a.ndjson"
+    path.write_text('{"text": "a"}\n')
+    assert records(path) == [(1, {"text": "a"})]
 
 
 @pytest.mark.parametrize("suffix", ["json", "csv", "tsv", "parquet"])
@@ -83,6 +90,50 @@ def test_hugging_face_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         records(tmp_path / "two", split="dev")
 
 
+def test_values_of_type_json_are_read_at_any_depth(tmp_path: Path) -> None:
+    import datasets
+    from datasets import Features, Json, List, Value
+
+    rows = [
+        {"tools": [{"a": 1}], "text": "[1]", "meta": {"n": {"z": None}}, "label": 1},
+        {"tools": [{"a": {"b": "x"}}, {"a": []}], "text": "b", "meta": {"n": [2]}, "label": 0},
+    ]
+    features = Features(
+        {
+            "tools": List({"a": Json()}),
+            "text": Value("string"),
+            "meta": {"n": Json()},
+            "label": datasets.ClassLabel(names=["no", "yes"]),
+        }
+    )
+    saved = datasets.Dataset.from_list(rows, features=features)
+    saved.save_to_disk(tmp_path / "saved")
+    saved.to_parquet(tmp_path / "a.parquet")
+    table = saved.data.table
+    with (
+        pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    plain = [  # as a library writes it that does not know Arrow's type, but keeps the metadata
+        pa.field("tools", pa.list_(pa.struct([("a", pa.string())]))),
+        pa.field("text", pa.string()),
+        pa.field("meta", pa.struct([("n", pa.string())])),
+        pa.field("label", pa.int64()),
+    ]
+    plain_table = table.cast(pa.schema(plain, metadata=table.schema.metadata))
+    pyarrow.parquet.write_table(plain_table, tmp_path / "b.parquet")
+    for name in ("saved", "a.parquet", "a.arrow", "b.parquet"):
+        assert [record for _, record in records(tmp_path / name)] == rows, name
+
+
+def test_json_that_is_none_is_named_by_its_row(tmp_path: Path) -> None:
+    table = pa.table({"a": pa.array(["1", "{"]).cast(pa.json_())})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet:2: a value of type Json is not JSON"):
+        records(tmp_path / "a.parquet")
+
+
 BROKEN: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b'{"text": "a"}\n{"text": \n', r":2: broken JSON at column \d+"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', ":2: byte 11 is not UTF-8"),
@@ -103,6 +154,11 @@ BROKEN: list[tuple[str, bytes, str]] = [
     ("a.csv", b"text,b\n1,2\n1,2,3\n", ":2: 3 cells; expected 2"),
     ("a.csv", b"text,text\n1,2\n", "named twice"),
     ("a.csv", b"text\n\xff\n", "not UTF-8"),
+    ("a.csv", b"text\n\xff\n", "iconv -f CP1252 -t UTF-8"),
+    ("a.csv", "text\na\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+    ("a.csv", b"question;answer\na;b\n", "one column, 'question;answer', with ';' in it"),
+    ("a.jsonl", b'[{"text": "a"},\n{"text": "b"}]\n', ":1: broken JSON .*one list, name it .json"),
+    ("a.xlsx", b"PK", "save it as CSV or parquet"),
     ("a.parquet", b"PAR1 not really", "not a parquet file"),
     ("a.txt", b"text", "ends in '.txt'; expected one of .jsonl"),
 ]
@@ -179,7 +235,7 @@ def test_a_file_that_changes_before_it_is_read_is_refused(tmp_path: Path, name: 
     opened = open_source(Source(path=str(path)))
     CHANGES[name](path)
     with pytest.raises(DataError, match=r"a\.jsonl: the data changed while they were read: .*;"):
-        list(opened.records())
+        list(opened.read_records())
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -190,14 +246,14 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, suffix:
     else:
         pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
     opened = open_source(Source(path=str(path)))
-    records = opened.records()
+    records = opened.read_records()
     assert next(records)[0] == 1
     os.utime(path, ns=(0, 0))
     with pytest.raises(DataError, match=r"changed while they were read: .* was written again"):
         list(records)
     again = open_source(Source(path=str(path)))
     assert changes(again.stamps) == []
-    assert next(again.records())[0] == 1
+    assert next(again.read_records())[0] == 1
 
 
 def test_text_in_arrow_that_is_not_utf8_is_named_by_its_row(tmp_path: Path) -> None:
@@ -237,10 +293,12 @@ def test_texts_are_replaced_in_the_values_of_rows(tmp_path: Path) -> None:
     path.write_text(f"{json.dumps(row)}\n")
     source = Source(path=str(path), replace={"NAME": 'Ro"bin'})
     content = {"NAME": 1, "messages": [{"role": "user", "content": 'I am Ro"bin of Ro"bin'}]}
-    assert list(open_source(source).records()) == [(1, content)]
-    assert [json.loads(line) for _, line in open_source(source).lines()] == [content]
+    assert list(open_source(source).read_records()) == [(1, content)]
+    assert [json.loads(line) for _, line in open_source(source).read_records(as_lines=True)] == [
+        content
+    ]
     assert open_source(source).digest != open_source(Source(path=str(path))).digest
-    with pytest.raises(ValueError, match='replace has the key ""'):
+    with pytest.raises(ValueError, match='the text to be replaced is ""'):
         Source(path=str(path), replace={"": "x"})
 
 
@@ -250,13 +308,13 @@ def test_texts_are_put_before_and_after_those_of_columns(tmp_path: Path) -> None
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     put: dict[str, Any] = {"prepend": {"response": "So: NAME, "}, "append": {"query": " Say it."}}
     opened = open_source(Source(path=str(path), replace={"NAME": "Robin"}, **put))
-    first, second = (record for _, record in opened.attempts())
+    first, second = (record for _, record in opened.read_records(strict=False))
     assert first == {"query": "Who? Say it.", "response": "So: NAME, I am Robin."}
     assert isinstance(second, DataError)
     assert str(second) == f"{path}:2: " + (
         "append names the column query, and it is ['Who?']; expected a text; correct the append of it"
     )
     both = Source(path=str(path), limit=1, prepend={"query": "("}, append={"query": ")"})
-    assert next(open_source(both).records())[1]["query"] == "(Who?)"
+    assert next(open_source(both).read_records())[1]["query"] == "(Who?)"
     digests = {open_source(Source(path=str(path), **{key: put[key]})).digest for key in put}
     assert len({*digests, opened.digest, open_source(Source(path=str(path))).digest}) == 4

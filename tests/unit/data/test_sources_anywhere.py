@@ -12,11 +12,12 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
-from taut.data.dataset import DataConfig, build_renderer, load_dataset
-from taut.data.sources import Source, fraction_of, number_of, open_source
+from taut.data.dataset import build_renderer, load_dataset
+from taut.data.read.sources import fraction_of, number_of, open_source
+from taut.data.settings import DataConfig, Source
 from taut.errors import ConfigError, DataError, TautError
 from taut.methods import METHODS
 
@@ -28,17 +29,17 @@ def lines(rows: list[dict[str, Any]]) -> bytes:
 
 
 def texts(source: Source) -> list[str]:
-    return [record["text"] for _, record in open_source(source).records()]
+    return [record["text"] for _, record in open_source(source).read_records()]
 
 
 def places(source: Source) -> list[str]:
     opened = open_source(source)
-    return [opened.place(number) for number, _ in opened.records()]
+    return [opened.place(number) for number, _ in opened.read_records()]
 
 
 def fault(path: Path | str, **options: Any) -> str:
     with pytest.raises(TautError) as raised:
-        list(open_source(Source(path=str(path), **options)).records())
+        list(open_source(Source(path=str(path), **options)).read_records())
     message = str(raised.value)
     assert "\n" not in message
     return message
@@ -74,7 +75,7 @@ def test_a_pattern_is_one_source_whose_ids_name_file_and_line(
     assert texts(Source(path="d/**/*.jsonl*")) == every
     assert places(Source(path="d"))[-1] == "d/deep/c.jsonl.gz:1"
     opened = open_source(Source(path="d"))
-    for number, _ in opened.records():
+    for number, _ in opened.read_records():
         assert number_of(opened.names, opened.place(number)) == number
     config = DataConfig(train=[Source(path="d"), Source(path="d/a.jsonl")])
     data = load_dataset(
@@ -206,9 +207,9 @@ def test_share_and_limit_are_part_of_the_cache_key_and_of_the_report(tmp_path: P
         (
             [0, 0.95],
             [0.9, 1],
-            r"share 0 to 0.95 of a, and data.eval 0.9 to 1; expected shares without",
+            r"share 0 to 0.95 of a, and data.eval 0.9 to 1; expected no common rows",
         ),
-        ([0, 0.95], None, r"share 0 to 0.95 of a, and data.eval 0 to 1; expected shares without"),
+        ([0, 0.95], None, r"share 0 to 0.95 of a, and data.eval 0 to 1; expected no common rows"),
         ([0.5, 0.2], [0.6, 1], "0 <= first < second <= 1"),
     ],
 )

@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.tiny_models import save_tiny, tiny_config
-from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from tests.helpers.tiny_models import save_tiny, tiny_config
+from tests.helpers.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 from transformers import GenerationConfig
 
-from taut.data.messages import Completion, read_conversation
-from taut.data.render import Renderer
-from taut.data.stop_tokens import PLAIN_END, TEXT_END, TOOL_END, derive_stop_set, described
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import (
+    PLAIN_END,
+    TEXT_END,
+    TOOL_END,
+    UNNAMED,
+    derive_stop_set,
+    described,
+)
+from taut.data.rows.messages import Completion, read_conversation
 from taut.errors import ModelError, RenderError
 from taut.models.load import load_config, stop_ids_in_files
 
@@ -60,7 +67,7 @@ def test_a_turn_that_calls_tools_may_have_an_end_of_its_own() -> None:
     renderer = Renderer(tiny_tokenizer("chatml", eos="<|endoftext|>"), HARMONY)
     last, call, text, inner = ids(renderer, "</s>", "<|eot_id|>", "<|endoftext|>", "<end_of_turn>")
     stops = derive_stop_set(renderer, {inner: "generation_config.json"})
-    assert stops.reasons == {last: PLAIN_END, call: TOOL_END, text: TEXT_END}
+    assert stops.reasons == {last: PLAIN_END + UNNAMED, call: TOOL_END, text: TEXT_END}
     assert stops.turn_ends == (last, call)
     assert "inside an answer" in stops.left_out[inner]
 

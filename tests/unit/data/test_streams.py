@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from taut.data.arrivals import START, Arrived, IterableRows, Position, Taken
-from taut.data.entries import Entry, row_starts
-from taut.data.schema import Columns
+from taut.data.read.stream_reader import START, IterableRows, Position, SeenFiles, StreamRow
+from taut.data.rows.schema import Columns
+from taut.data.store.shards import Shard, row_starts
 from taut.data.stream import (
     FIRST,
     RECORD,
@@ -30,7 +30,7 @@ from taut.data.stream import (
 from taut.errors import OutputError, StreamError
 
 
-def tokenise(records: Any, names: tuple[str, ...]) -> Entry:
+def tokenize(records: Any, names: tuple[str, ...]) -> Shard:
     """A row ``{"text": "7 8"}`` is two samples, of the tokens 7 and 8 with a target each."""
     ids, lines, parts, rows = [], [], [], 0
     for number, record in records:
@@ -52,11 +52,11 @@ def tokenise(records: Any, names: tuple[str, ...]) -> Entry:
     starts = row_starts(arrays["line"])
     if starts.size < size:
         arrays["row_offsets"] = np.append(starts, size)
-    return Entry(arrays, len(records), ())
+    return Shard(arrays, len(records), ())
 
 
 def recipe(num_rows: int, key: str = "key", unit: Any = "num_samples") -> Recipe:
-    return Recipe("stream", key, num_rows, unit, Columns("auto", {}, ()), tokenise)
+    return Recipe("stream", key, num_rows, unit, Columns("auto", {}, ()), tokenize)
 
 
 def rows_of(texts: list[str]) -> list[dict[str, str]]:
@@ -153,14 +153,14 @@ class Slow:
     def __init__(self, texts: list[str], num_rows: int) -> None:
         self.texts, self.num_rows, self.goes_on = texts, num_rows, False
         self.position: Position = START
-        self.taken: Taken = {"stamps": {}, "form": None}
+        self.seen: SeenFiles = {"stamps": {}, "form": None}
 
-    def __iter__(self) -> Iterator[Arrived | None]:
+    def __iter__(self) -> Iterator[StreamRow | None]:
         for number, text in enumerate(self.texts, start=1):
             while number > self.num_rows and not self.goes_on:
                 yield None
             self.position = {**START, "rows": number}
-            yield Arrived("rows", number, {"text": text})
+            yield StreamRow("rows", number, {"text": text})
 
 
 TEXTS = [str(number) for number in range(2, 42)]
@@ -174,14 +174,14 @@ def record(
         tmp_path,
         tmp_path / "out",
         made,
-        lambda position, taken: IterableRows(rows_of(texts), position),
+        lambda position, seen: IterableRows(rows_of(texts), position),
         goes_on=goes_on,
     )
 
 
 def until(recorder: Recorder, number: int) -> list[Window]:
     """The windows, once the one of this number is there."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not recorder.windows or recorder.windows[-1]["number"] < number:
         assert time.monotonic() < deadline
         status = recorder.status(number - 1)
@@ -230,7 +230,7 @@ def test_another_process_goes_on_after_the_last_window(tmp_path: Path) -> None:
         assert not (second.folder / ".window.partial").exists()
         second.want(20)
         until(second, 5)
-        assert second.entry(second.windows[3]).arrays["ids"].tolist()[1::2] == [14, 15, 16, 17]
+        assert second.shard(second.windows[3]).arrays["ids"].tolist()[1::2] == [14, 15, 16, 17]
     finally:
         second.close()
     alone = record(tmp_path / "alone")
@@ -252,7 +252,7 @@ def test_a_record_that_is_not_this_run_s_is_begun_again(spoil: str, tmp_path: Pa
     key = "other" if spoil == "other settings" else "key"
     second = record(tmp_path, texts, goes_on=spoil != "new run", key=key)
     until(second, 0)
-    assert second.entry(second.windows[0]).arrays["ids"].tolist()[1::2] == [50, 51, 52, 53]
+    assert second.shard(second.windows[0]).arrays["ids"].tolist()[1::2] == [50, 51, 52, 53]
     assert json.loads((second.folder / FIRST).read_text().splitlines()[0]) == [
         "rows",
         1,
@@ -276,18 +276,18 @@ def test_a_damaged_window_is_named(tmp_path: Path) -> None:
     path = recorder.folder / "00000000" / "ids.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(StreamError, match="00000000: the recorded rows are damaged"):
-        recorder.entry(window)
+        recorder.shard(window)
 
 
 def test_how_long_no_row_came_is_told(tmp_path: Path) -> None:
     rows = Slow(TEXTS, 6)
     recorder = Recorder(
-        tmp_path, tmp_path / "out", recipe(4), lambda position, taken: rows, goes_on=False
+        tmp_path, tmp_path / "out", recipe(4), lambda position, seen: rows, goes_on=False
     )
     try:
         recorder.want(8)
         until(recorder, 0)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while recorder.status(0).seconds == 0:
             assert time.monotonic() < deadline
         stream = Stream(recorder.recipe, recorder, 0.1, 100, windows=list(recorder.windows))
@@ -323,7 +323,9 @@ def test_other_rows_than_a_checkpoint_s_are_refused(tmp_path: Path) -> None:
         digests.append(until(recorder, 2)[2]["digest"])
         stream = Stream(recorder.recipe, recorder, 10.0, 100, expected=(2, digests[0]))
         if name == "c":
-            with pytest.raises(StreamError, match="the rows that the checkpoint was trained on"):
+            with pytest.raises(
+                StreamError, match="rows differ from those that the checkpoint was trained on"
+            ):
                 stream.require(12, "step 4", "", ignore)
         else:
             stream.require(12, "step 4", "", ignore)

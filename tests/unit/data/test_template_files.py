@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
-from taut.data.dataset import DataConfig, build_renderer, input_paths
-from taut.data.messages import Message
-from taut.data.render import Renderer
-from taut.data.stop_tokens import derive_stop_set
-from taut.data.template_files import read_template, template_decision
-from taut.data.tool_calls import TOOLS, ToolCall, derive_call_format
+from taut.data.dataset import build_renderer, input_paths
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import derive_stop_set
+from taut.data.render.template_files import read_template, template_decision
+from taut.data.rows.messages import Message
+from taut.data.rows.tool_calls import TOOLS, ToolCall, derive_call_format
+from taut.data.settings import DataConfig
 from taut.errors import ConfigError
 from taut.rl.turns import Bridge
 

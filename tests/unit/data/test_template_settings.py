@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny_tokenizers import QWEN3, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import QWEN3, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from taut.config import from_mapping
-from taut.data.chat_template import with_defaults
-from taut.data.dataset import DataConfig, build_renderer, load_dataset
-from taut.data.prompts import load_prompt_set
-from taut.data.schema import Columns, read_any
+from taut.data.dataset import build_renderer, load_dataset
+from taut.data.render.chat_template import with_defaults
+from taut.data.rows.prompts import load_prompt_set
+from taut.data.rows.schema import Columns, read_any
+from taut.data.settings import DataConfig
 from taut.errors import ConfigError, DataError
 
 QUESTION = {"role": "user", "content": "What is 2 plus 3?"}
@@ -162,3 +163,69 @@ def test_one_of_a_source_is_refused_with_its_row(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"p.jsonl:1: the chat template reads no variable 'mood'"):
         texts(config, switched())
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_a_switch_of_a_row_that_its_template_does_not_read_is_let_pass(value: Any) -> None:
+    """SmolTalk2 has enable_thinking in each row, and most templates have no such switch."""
+    row = {"messages": [QUESTION, REPLY]}
+    names = ("enable_thinking", "bos_token", "add_generation_prompt")
+    switches = {"chat_template_kwargs": dict.fromkeys(names, value)}
+    renderer = build_renderer(DataConfig(), tiny_tokenizer("qwen3"))
+    plain, own = (read_any(it, "p.jsonl:1", Columns()) for it in (row, {**row, **switches}))
+    (expected,), (found,) = renderer.render(plain), renderer.render(own)  # type: ignore[arg-type]
+    assert found.ids_T.tolist() == expected.ids_T.tolist()
+    assert renderer.template.unread({"enable_thinking": value}) == ["enable_thinking"]
+
+
+@pytest.mark.parametrize("value", ["good", [1], {"a": 1}, 3])
+def test_a_text_of_a_row_that_its_template_does_not_read_is_refused(value: Any) -> None:
+    row = {"messages": [QUESTION, REPLY], "chat_template_kwargs": {"mood": value}}
+    renderer = build_renderer(DataConfig(), tiny_tokenizer("qwen3"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"p.jsonl:1: .* reads no variable 'mood'"):
+            renderer.render(read_any(row, "p.jsonl:1", Columns()))  # type: ignore[arg-type]
+
+
+def test_a_switch_of_a_source_that_its_template_does_not_read_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", [{"messages": [QUESTION, REPLY]}])
+    config = settings(tmp_path, [], train=[{"path": path, "chat_template_kwargs": {"think": True}}])
+    with pytest.raises(
+        ConfigError, match=r"p.jsonl:1: the chat template reads no variable 'think'"
+    ):
+        texts(config, switched())
+
+
+MINISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}"
+    "{% elif m.content is string %}{{ m.content + eos_token }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'thinking' %}{{ '[THINK]' + part.thinking + '[/THINK]' }}{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""What Ministral 3 and Magistral read: a thought is a part of the content."""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {
+            "content": [
+                {"type": "thinking", "thinking": "Add."},
+                {"type": "text", "text": "It is 5."},
+            ]
+        },
+        {"content": "It is 5.", "reasoning_content": "Add."},
+    ],
+)
+def test_a_thought_is_a_part_of_the_content_where_the_template_writes_it_so(answer: Any) -> None:
+    renderer = build_renderer(DataConfig(template=MINISTRAL), tiny_tokenizer())
+    row = {"messages": [QUESTION, {"role": "assistant", **answer}, QUESTION, REPLY]}
+    (sample,) = renderer.render(read_any(row, "p.jsonl:1", Columns()))  # type: ignore[arg-type]
+    targets = renderer.tokenizer.decode(sample.ids_T[sample.target_at_N])
+    assert targets == "[THINK]Add.[/THINK]It is 5.<|im_end|>2 plus 3 is 5.<|im_end|>"
+    assert renderer.template.takes_thought_parts
+    listing = MINISTRAL.replace("m.content is string", "true").replace("+ eos", "| string + eos")
+    for other in (None, listing):  # one that writes a list as Python does takes no parts
+        config = DataConfig(template=other)
+        template = build_renderer(config, tiny_tokenizer("qwen3")).template
+        assert not template.takes_thought_parts

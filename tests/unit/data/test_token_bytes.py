@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from taut.data.token_bytes import token_bytes
+from taut.data.render.tokens import token_bytes
 
 TEXTS = [
     "the cat sat",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
-from taut.data.chat_template import Template
-from taut.data.tool_calls import TOOLS, CallFormat, ToolCall, derive_call_format
+from taut.data.render.chat_template import Template
+from taut.data.rows.tool_calls import TOOLS, CallFormat, ToolCall, derive_call_format
 from taut.errors import RenderError
 
 TURN = (
@@ -154,6 +154,50 @@ def test_what_is_wrong_with_a_call(text: str, error: str) -> None:
     assert error in call.error
 
 
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "mistral3", "llama3.1", "hidden"])
+def test_arguments_by_the_other_name_are_arguments(name: str) -> None:
+    text = WRITTEN.get(name, WRITTEN["qwen3"])
+    other = {"arguments": "parameters", "parameters": "arguments"}
+    key = next(key for key in other if key in text)
+    _, (call,) = format_of(name).read(text.replace(key, other[key]), TOOLS)
+    assert (call.name, call.arguments, call.error) == ("add", {"a": 1}, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            '{"name": "add", "args": {"a": 1}}',
+            "the call has args; expected its arguments under arguments",
+        ),
+        ('{"name": "add", "a": 1, "b": 2}', "the call has a and b; expected"),
+        ('{"name": "add", "input": {}}', "the call has input; expected"),
+        (
+            '{"name": "add", "arguments": {"a": 1}, "parameters": {"a": 2}}',
+            "arguments and parameters",
+        ),
+        ('{"name": "add", "parameters": [1]}', "the arguments are no JSON object"),
+        ('{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}', "no name"),
+    ],
+)
+def test_arguments_that_cannot_be_told_make_no_empty_call(text: str, error: str) -> None:
+    _, (call,) = format_of("qwen3").read(f"<tool_call>{text}</tool_call>", TOOLS)
+    assert error in str(call.error) and not call.name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "now"}',
+        '{"name": "now", "id": "x", "type": "function"}',
+        '{"name": "now", "parameters": {}}',
+    ],
+)
+def test_a_call_may_have_no_arguments(text: str) -> None:
+    _, (call,) = format_of("qwen3").read(f"<tool_call>{text}</tool_call>", TOOLS)
+    assert (call.name, call.arguments, call.error) == ("now", {}, None)
+
+
 def test_tagged_values_have_the_type_of_the_schema() -> None:
     text = (
         "<tool_call><function=mixed><parameter=words>\n3\n</parameter>"
@@ -229,7 +273,15 @@ ADD = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
         ("hidden", f"<think>{ADD}</think>{ADD}", 1),
         ("open", f"hm {ADD} [/THINK]\n\n{ADD}", 1),
         ("open", f"hm {ADD}", 0),
-        ("qwen2.5", f"<think>{ADD}</think>{ADD}", 2),
+        ("qwen2.5", f"<think>{ADD}</think>{ADD}", 1),
+        ("qwen2.5", f"<think>It could be {ADD}, but", 0),
+        ("qwen2.5", f"{ADD}<think>Again? {ADD}</think>", 1),
+        ("llama3.1", f"<think>{WRITTEN['llama3.1']}</think>{WRITTEN['llama3.1']}", 1),
+        ("llama3.1", f"<think>{WRITTEN['llama3.1']}</think>", 0),
+        ("mistral3", f"<think>{WRITTEN['mistral3']}</think>Five.", 0),
+        ("mistral11", f"<think>\n{WRITTEN['mistral11']}\n</think>\n{WRITTEN['mistral11']}", 1),
+        ("deepseek", f"<think>{WRITTEN['deepseek']}</think>", 0),
+        ("tags", f"<think>{WRITTEN['tags']}</think>{WRITTEN['tags']}", 1),
         ("channels", " to=functions.add<|message|>{}", 1),
         (
             "channels",
@@ -270,7 +322,7 @@ def test_a_template_without_calls_is_refused(name: str) -> None:
 
 
 def test_a_form_that_cannot_be_read_is_refused_with_what_it_is() -> None:
-    with pytest.raises(RenderError, match="none of the forms"):
+    with pytest.raises(RenderError, match="expected JSON, or tags"):
         derive_call_format(Template(tiny_tokenizer(), COUNTED))
     with pytest.raises(RenderError, match=r"find_weather\(city=Paris"):
         derive_call_format(Template(tiny_tokenizer(), PYTHONIC))

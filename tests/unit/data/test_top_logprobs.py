@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.chat_runs import chats, write_rows
-from tests.tiny_tokenizers import CHATML, tiny_tokenizer
+from tests.helpers.chat_runs import chats, write_rows
+from tests.helpers.tiny_tokenizers import CHATML, tiny_tokenizer
 
-from taut.data.dataset import DataConfig, Dataset, load_dataset
+from taut.data.dataset import Dataset, load_dataset
 from taut.data.packing import pack
-from taut.data.render import Renderer
-from taut.data.top_logprobs import Top, WithTeacher, line_of, read_top_logprobs
+from taut.data.render.render import Renderer
+from taut.data.settings import DataConfig
+from taut.data.store.top_logprobs import Top, WithTeacher, line_of, read_top_logprobs
 from taut.errors import DataError
 from taut.types import TOP_IDS, TOP_LOGP
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from tests.picture_names import illustrated
+from tests.helpers.picture_names import illustrated
 
 from taut.data.batching import Rows
 from taut.data.dataset import Dataset

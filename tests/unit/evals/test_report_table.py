@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 from tests.unit.evals.test_report import answers, report, rows
 
-from taut.data.messages import Message
+from taut.data.rows.messages import Message
 from taut.evals.report import CELL, show_report
-from taut.rewards import open_panel
+from taut.rewards.reward_set import open_rewards
 
 
 def shown(prompt: tuple[Message, ...] | str) -> str:
     """The report of one answer to this prompt."""
-    found = answers([["the fox"]], open_panel(["exact_match"]))
+    found = answers([["the fox"]], open_rewards(["exact_match"]))
     asked = [replace(found[0], row=replace(rows(1)[0], prompt=prompt))]
     console = Console(file=StringIO(), width=1000)
     show_report(console, report([["the fox"]], "exact_match"), asked, 1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from tests.picture_names import illustrated
+from tests.helpers.picture_names import illustrated
 
-from taut.evals.stopping import StopCheckConfig, choose
+from taut.evals.settings import StopCheckConfig
+from taut.evals.stopping import choose
 from taut.rl.online import dry_run_group
 from taut.rl.rollout import sample_of
 from taut.types import Sample

@@ -6,7 +6,8 @@ import pytest
 
 from taut.config import replace
 from taut.errors import ConfigError
-from taut.inference.engine import COLDEST, Sampling, stream_seed
+from taut.inference.engine import stream_seed
+from taut.inference.settings import COLDEST, Sampling
 
 
 def test_a_stream_seed_is_the_same_on_every_machine() -> None:
@@ -21,5 +22,5 @@ def test_every_part_chooses_the_stream() -> None:
 
 def test_a_temperature_that_float32_cannot_divide_by_is_refused() -> None:
     assert Sampling(temperature=COLDEST).temperature == COLDEST
-    with pytest.raises(ConfigError, match=r"temperature=1e-42 is too low.* or 0 for the most"):
+    with pytest.raises(ConfigError, match=r"temperature=1e-42: it is too low.* or 0 for the most"):
         replace(Sampling(), {"temperature": 1e-42})

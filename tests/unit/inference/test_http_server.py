@@ -7,7 +7,8 @@ from typing import Any
 
 from uvicorn.server import ServerState
 
-from taut.inference.http_server import NUM_SPARE, Guard, HttpLimits, Receive, Scope, Send, _server
+from taut.inference.http_server import NUM_SPARE, Guard, Receive, Scope, Send, _server
+from taut.inference.settings import HttpLimits
 
 HEAD = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"

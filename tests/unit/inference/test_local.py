@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pytest
 import torch
-from tests.tiny_models import STATEFUL, tiny_model
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_models import STATEFUL, tiny_model
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import replace
 from taut.errors import DataError, ModelError, NonFiniteError
-from taut.inference.engine import Sampling
-from taut.inference.local import ConversationConfig, LocalEngine
-from taut.models import packed_weights, products
+from taut.inference.local import LocalEngine
+from taut.inference.settings import ConversationConfig, Sampling
 from taut.models.attention_backends import PREFIX
+from taut.models.cpu import cpu_matmul, packed_weights
 from taut.models.scorer import Scorer
 from taut.types import Completion, IntArray, Prompt
 
@@ -296,16 +296,16 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         monkeypatch.setattr(packed_weights, name, counting(pack))
     for name, value in (("SMALLEST", 1), ("STAYS", 1), ("PAYS", 1)):
         monkeypatch.setattr(packed_weights, name, value)
-    before = products.active()
-    engines = [name for name in products.EVERY if "rows" in name]
-    products.use(products.Products(f"mkl; packed for {', '.join(engines)}"))
+    before = cpu_matmul.active()
+    engines = [name for name in cpu_matmul.EVERY if "rows" in name]
+    cpu_matmul.use(cpu_matmul.CpuMatmul(f"mkl; packed for {', '.join(engines)}"))
     yield made
-    products.use(before)
+    cpu_matmul.use(before)
 
 
 def packing_engine(**config: float) -> LocalEngine:
     scorer = Watched()
-    products.install(scorer.model)
+    cpu_matmul.install(scorer.model)
     return engine(scorer, **config)
 
 
@@ -330,7 +330,7 @@ def test_packed_weights_change_nothing_but_rounding(packings: list[int]) -> None
     [
         False,
         pytest.param(
-            True, marks=pytest.mark.skipif(not products.has_bf16(), reason="no bf16 arithmetic")
+            True, marks=pytest.mark.skipif(not cpu_matmul.has_bf16(), reason="no bf16 arithmetic")
         ),
     ],
 )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from taut.config import replace
-from taut.inference.engine import Sampling
 from taut.inference.local import BLOCK, draw, policy_logits
+from taut.inference.settings import Sampling
 
 PLAIN = Sampling()
 THREE = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]], dtype=torch.float64)

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.slow_cases import slow_except
-from tests.vision_models import FAMILIES, vision_config, vision_model, vision_tokenizer
-from tests.vision_processors import save_processor
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.vision_models import FAMILIES, vision_config, vision_model, vision_tokenizer
+from tests.helpers.vision_processors import save_processor
 from torch import Tensor
 
 from taut.data.packing import ALONE, pack
 from taut.inference import local
-from taut.inference.engine import Sampling
-from taut.inference.local import ConversationConfig, LocalEngine
+from taut.inference.local import LocalEngine
+from taut.inference.settings import ConversationConfig, Sampling
 from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer
 from taut.types import Completion, Media, Prompt, Sample

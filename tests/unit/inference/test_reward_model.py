@@ -16,19 +16,24 @@ import pytest
 import torch
 import uvicorn
 from safetensors.torch import load_file, save_file
-from tests.chat_runs import save_model
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import save_model
+from tests.helpers.refusals import ErrorCode, refused
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from tests.unit.commands.test_score import chat, messages, save_reward, theirs
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from taut.commands.serve_reward import ServeReward, build_app
 from taut.config import fields_of, from_mapping
 from taut.errors import ConfigError, ModelError
 from taut.inference.http_server import listen
-from taut.inference.reward_model import Batcher, JudgeUse, open_judge, open_rater
-from taut.models.reward_model import NewHead
-from taut.rewards import Answered, RewardSpec, open_panel
+from taut.inference.reward_model import Batcher, open_judge, open_rater
+from taut.inference.settings import JudgeUse
+from taut.models.settings import NewHead
+from taut.rewards import RewardInput
 from taut.rewards.judge import RewardModel, RewardServer
+from taut.rewards.reward_set import open_rewards
+from taut.rewards.settings import RewardSpec
+from taut_tools.serve.reward import build_app
+from taut_tools.serve.settings import ServeReward
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +54,24 @@ def test_answers_get_the_library_s_numbers_and_those_that_cannot_be_read_are_err
         name="reward_model", weight=2.0, options={"model": str(model), "dtype": "float64"}
     )
     answers = [
-        Answered(text="the cat", prompt=question, references=("the cat",)),
-        Answered(text="a dog " * 1000, prompt=question, references=("the cat",)),
-        Answered(text="a dog", prompt=question, references=("the cat",)),
-        Answered(text="", prompt=question, messages=({"role": "assistant", "content": "a dog"},)),
+        RewardInput(text="the cat", prompt=question, references=("the cat",)),
+        RewardInput(text="a dog " * 1000, prompt=question, references=("the cat",)),
+        RewardInput(text="a dog", prompt=question, references=("the cat",)),
+        RewardInput(
+            text="", prompt=question, messages=({"role": "assistant", "content": "a dog"},)
+        ),
     ]
-    with open_panel([spec, "exact_match"], open_rater=open_rater) as panel:
-        verdicts = panel.grade(answers)
-        assert panel.grade([]) == []
-    scores = [verdict.parts["reward_model"] for verdict in verdicts]
+    with open_rewards([spec, "exact_match"], open_rater=open_rater) as reward_set:
+        reward_results = reward_set.grade(answers)
+        assert reward_set.grade([]) == []
+    scores = [reward_result.parts["reward_model"] for reward_result in reward_results]
     cat, dog = theirs(model, [chat("Who sat?", "the cat"), chat("Who sat?", "a dog")])
     assert [scores[k].value for k in (0, 2, 3)] == pytest.approx(
         [float(cat), float(dog), float(dog)], abs=1e-9
     )
     assert "expected at most" in str(scores[1].error)
-    assert verdicts[0].total == pytest.approx(2 * float(cat) + 1)
-    assert verdicts[1].total is None
+    assert reward_results[0].total == pytest.approx(2 * float(cat) + 1)
+    assert reward_results[1].total is None
 
 
 def test_its_options_are_those_of_a_model_that_scores() -> None:
@@ -96,12 +103,12 @@ def test_each_step_gets_the_library_s_number_at_its_last_token(steps: Path) -> N
     question = tuple(messages("Who sat?", "")[:1])
     text = "the cat sat\n\non the mat\n\n"
     answers = [
-        Answered(text=text, prompt=question),
-        Answered(text=" the cat sat\n\non the mat", prompt="Who sat?"),
-        Answered(text="\n\n", prompt=question),
+        RewardInput(text=text, prompt=question),
+        RewardInput(text=" the cat sat\n\non the mat", prompt="Who sat?"),
+        RewardInput(text="\n\n", prompt=question),
     ]
-    with open_panel([spec], open_rater=open_rater) as panel:
-        chatted, plain, nothing = panel.grade(answers)
+    with open_rewards([spec], open_rater=open_rater) as reward_set:
+        chatted, plain, nothing = reward_set.grade(answers)
     first, second = at_ends(steps, chat("Who sat?", text), text.strip(), [11, 23])
     assert chatted.total == pytest.approx(2 * first * second, abs=1e-9)
     assert [end for end, _ in chatted.steps] == [11, 23]
@@ -144,9 +151,9 @@ def test_of_two_labels_the_right_one_s_probability_is_the_step_s(
     for model in (steps, two):
         options = {"model": str(model), "dtype": "float64", "steps": {"separator": "\n\n"}}
         spec = RewardSpec(name="reward_model", options=options)
-        with open_panel([spec], open_rater=open_rater) as panel:
-            (verdict,) = panel.grade([Answered(text=text, prompt=question)])
-        values.append(verdict.total)
+        with open_rewards([spec], open_rater=open_rater) as reward_set:
+            (reward_result,) = reward_set.grade([RewardInput(text=text, prompt=question)])
+        values.append(reward_result.total)
     assert values[1] == pytest.approx(values[0], abs=1e-9)
     (logits,) = theirs(two, [chat("Who sat?", text)], AutoModelForTokenClassification)
     p_T = logits.softmax(-1)[:, right]
@@ -163,12 +170,14 @@ def test_with_a_mark_a_step_is_read_at_the_mark(steps: Path) -> None:
     options: dict[str, Any] = {"model": str(steps), "dtype": "float64"}
     options["steps"] = {"separator": "\n\n", "aggregate": "product", "mark": " dog"}
     spec = RewardSpec(name="reward_model", options=options)
-    with open_panel([spec], open_rater=open_rater) as panel:
-        (verdict,) = panel.grade([Answered(text="the cat\n\n\n\non the mat\n\n", prompt=question)])
+    with open_rewards([spec], open_rater=open_rater) as reward_set:
+        (reward_result,) = reward_set.grade(
+            [RewardInput(text="the cat\n\n\n\non the mat\n\n", prompt=question)]
+        )
     read = "the cat dog\n\non the mat dog"
     first, second = at_ends(steps, chat("Who sat?", read), read, [11, 27])
-    assert verdict.total == pytest.approx(first * second, abs=1e-9)
-    with pytest.raises(ConfigError, match=r"steps\.mark=' dog' would be ignored"):
+    assert reward_result.total == pytest.approx(first * second, abs=1e-9)
+    with refused(ErrorCode("steps.mark")):
         from_mapping(
             RewardServer,
             {"url": "http://127.0.0.1:5000", "steps": {"separator": ";", "mark": " dog"}},
@@ -183,16 +192,16 @@ def test_of_a_language_model_two_tokens_are_compared_after_each_step(tmp_path: P
     options["steps"] = {"separator": "\n", "mark": " dog", "tokens": tokens}
     spec = RewardSpec(name="reward_model", options=options)
     question = tuple(messages("Who sat?", "")[:1])
-    with open_panel([spec], open_rater=open_rater) as panel:
-        (verdict,) = panel.grade([Answered(text="the cat", prompt=question)])
+    with open_rewards([spec], open_rater=open_rater) as reward_set:
+        (reward_result,) = reward_set.grade([RewardInput(text="the cat", prompt=question)])
     (logits,) = theirs(model, [chat("Who sat?", "the cat dog")], AutoModelForCausalLM)
     p_T = logits[:, [40, 41]].softmax(-1)[:, 0]
-    assert min(abs(p_T - verdict.total).tolist()) < 1e-9
+    assert min(abs(p_T - reward_result.total).tolist()) < 1e-9
     options["steps"]["tokens"] = ["the cat sat", tokens[1]]
     spec = RewardSpec(name="reward_model", options=options)
     with (
         pytest.raises(ConfigError, match=r"steps\.tokens: 'the cat sat' is \d+ tokens"),
-        open_panel([spec], open_rater=open_rater),
+        open_rewards([spec], open_rater=open_rater),
     ):
         pass
 
@@ -200,26 +209,26 @@ def test_of_a_language_model_two_tokens_are_compared_after_each_step(tmp_path: P
 def test_steps_ask_for_a_process_model(model: Path) -> None:
     options = {"model": str(model), "steps": {"separator": ";"}}
     with pytest.raises(ConfigError, match=r"steps.separator is set, and .* gives one number for a"):
-        open_panel([RewardSpec(name="reward_model", options=options)], open_rater=open_rater)
+        open_rewards([RewardSpec(name="reward_model", options=options)], open_rater=open_rater)
 
 
 def test_a_server_gives_the_steps_the_same_numbers(steps: Path, model: Path) -> None:
     options = {"separator": "\n\n", "aggregate": "mean", "charge": True}
     text, question = "the cat sat\n\non the mat", tuple(messages("Who sat?", "")[:1])
     answers = [
-        Answered(text=text, prompt=question),
-        Answered(text="", prompt=question),
-        Answered(text=f" {text}", prompt="Who sat?"),
+        RewardInput(text=text, prompt=question),
+        RewardInput(text="", prompt=question),
+        RewardInput(text=f" {text}", prompt="Who sat?"),
     ]
     here = RewardSpec(
         name="reward_model", options={"model": str(steps), "dtype": "float64", "steps": options}
     )
-    with open_panel([here], open_rater=open_rater) as panel:
-        wanted = panel.grade(answers)
+    with open_rewards([here], open_rater=open_rater) as reward_set:
+        wanted = reward_set.grade(answers)
     with served(steps) as url:
         there = RewardSpec(name="reward_server", options={"url": url, "steps": options})
-        with open_panel([there]) as panel:
-            found = panel.grade(answers)
+        with open_rewards([there]) as reward_set:
+            found = reward_set.grade(answers)
     for mine, theirs_ in zip(found, wanted, strict=True):
         assert mine.total == pytest.approx(theirs_.total, abs=1e-9)
         assert [end for end, _ in mine.steps] == [end for end, _ in theirs_.steps]
@@ -227,10 +236,12 @@ def test_a_server_gives_the_steps_the_same_numbers(steps: Path, model: Path) -> 
         assert [charge for _, charge in mine.steps] == pytest.approx(charges, abs=1e-9)
     with served(model) as url:
         there = RewardSpec(name="reward_server", options={"url": url, "steps": options})
-        with open_panel([there]) as panel:
-            (verdict,) = panel.grade(answers[:1])
-    assert "step_separator: " in str(verdict.error)
-    assert "gives one number for a whole answer; expected a process model" in str(verdict.error)
+        with open_rewards([there]) as reward_set:
+            (reward_result,) = reward_set.grade(answers[:1])
+    assert "step_separator: " in str(reward_result.error)
+    assert "gives one number for a whole answer; expected a process model" in str(
+        reward_result.error
+    )
 
 
 @contextlib.contextmanager
@@ -252,11 +263,11 @@ def test_several_threads_may_ask_at_a_time(model: Path) -> None:
     """A model judges for one after another; each gets its own numbers."""
     question = tuple(messages("Who sat?", "")[:1])
     spec = RewardSpec(name="reward_model", options={"model": str(model), "dtype": "float64"})
-    groups = [[Answered(text="the cat " * k, prompt=question)] * 2 for k in range(1, 9)]
-    with open_panel([spec, "stop"], open_rater=open_rater) as panel:
-        alone = [panel.grade(group) for group in groups]
+    groups = [[RewardInput(text="the cat " * k, prompt=question)] * 2 for k in range(1, 9)]
+    with open_rewards([spec, "stop"], open_rater=open_rater) as reward_set:
+        alone = [reward_set.grade(group) for group in groups]
         with ThreadPoolExecutor(8) as threads:
-            together = list(threads.map(panel.grade, groups))
+            together = list(threads.map(reward_set.grade, groups))
     assert [[v.total for v in group] for group in together] == [
         pytest.approx([v.total for v in group], abs=1e-9) for group in alone
     ]

@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.fake_vllm import CONFIG, GREEDY, FakeServer, Fault, after_probe, prompt
-from tests.fake_weight_sync import CPU, WeightServer, change, tiny, trained
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.fake_vllm import CONFIG, GREEDY, FakeServer, Fault, after_probe, prompt
+from tests.helpers.fake_weight_sync import CPU, WeightServer, change, tiny, trained
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import replace
 from taut.errors import ConfigError, EngineError
 from taut.inference import server_pool
-from taut.inference.engine import Sampling
 from taut.inference.server_pool import Server
+from taut.inference.settings import Sampling
 from taut.inference.vllm import ServerEngine, Stream
-from taut.inference.weight_sync import Trained
-from taut.models.lora import LoraConfig, apply_lora
+from taut.inference.weight_sync import TrainingModel
+from taut.models.lora.adapters import apply_lora
+from taut.models.settings import LoraConfig
 from taut.train.distributed import Ranks
 from taut.types import Completion
 
@@ -35,7 +36,7 @@ PATIENCE = 20.0
 
 @contextmanager
 def several(
-    servers: Sequence[FakeServer], asked: Trained | None = None, **keys: Any
+    servers: Sequence[FakeServer], asked: TrainingModel | None = None, **keys: Any
 ) -> Iterator[ServerEngine]:
     """An engine of these servers; with ``asked`` they follow a model."""
     with ExitStack() as stack:
@@ -109,8 +110,18 @@ def test_the_turns_of_a_path_go_to_the_server_of_its_row() -> None:
 
 
 def test_a_slow_server_gets_fewer_requests() -> None:
-    slow = FakeServer(faults=after_probe(lambda body, count: Fault(slow=0.3)))
-    quick = FakeServer(faults=after_probe(lambda body, count: Fault(slow=0.01)))
+    most_are_done = threading.Event()
+
+    def late(body: dict[str, Any], count: int) -> Fault | None:
+        most_are_done.wait(60)
+        return None
+
+    def soon(body: dict[str, Any], count: int) -> Fault | None:
+        if count == 25:
+            most_are_done.set()
+        return None
+
+    slow, quick = (FakeServer(faults=after_probe(fault)) for fault in (late, soon))
     prompts = [prompt(f"{number}", 1, 20 + number) for number in range(30)]
     with several([slow, quick], concurrency=2) as engine:
         assert len(engine.generate(prompts, GREEDY)) == 30

@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.fake_sglang import FakeSglang
-from tests.fake_vllm import CONFIG, FakeServer, prompt
-from tests.fake_weight_sync import change, tiny, trained
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.fake_sglang import FakeSglang
+from tests.helpers.fake_vllm import CONFIG, FakeServer, prompt
+from tests.helpers.fake_weight_sync import change, tiny, trained
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from torch import nn
 
 from taut.config import replace
 from taut.errors import EngineError
-from taut.inference.engine import Sampling, stream_seed
+from taut.inference.engine import stream_seed
+from taut.inference.settings import EndpointConfig, Sampling
 from taut.inference.teacher_server import TeacherServer
 from taut.inference.vllm import ServerEngine, Stream
-from taut.inference.vllm_client import EndpointConfig
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
+from taut.models.settings import LoraConfig
 from taut.types import Completion, FloatArray
 
 SAMPLING = Sampling(max_new_tokens=8, seed=3)
@@ -91,7 +92,7 @@ def test_ids_and_logprobs_are_the_server_s_and_all_that_shapes_the_policy_is_sen
     assert decided(engine, "server.name") == [("model", "the only model it serves")]
 
 
-def test_a_chat_is_rendered_by_its_own_tokeniser() -> None:
+def test_a_chat_is_rendered_by_its_own_tokenizer() -> None:
     with opened(FakeSglang(rendered=[3, 4])) as engine:
         assert engine.render([{"role": "user", "content": "Hello"}]) == [3, 4]
 

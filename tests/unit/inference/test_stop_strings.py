@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.inference.engine import Texts
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.fake_vllm import Body, Fault
-from tests.fake_weight_sync import tiny
-from tests.teacher_models import PROBED, TeacherModelServer
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.fake_vllm import Body, Fault
+from tests.helpers.fake_weight_sync import tiny
+from tests.helpers.teacher_models import PROBED, TeacherModelServer
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.errors import EngineError
+from taut.inference.settings import EndpointConfig
 from taut.inference.teacher_server import TeacherServer
-from taut.inference.vllm_client import EndpointConfig
 from taut.types import TEACHER_LOGP, TOP_IDS, TOP_LOGP, Sample
 
 CONFIG = EndpointConfig(timeout=5.0, retries=1, backoff=0.001, concurrency=3)
@@ -106,7 +106,7 @@ def swapped() -> Any:
 
 
 class OtherWords:
-    """Tokenises by another table."""
+    """Tokenizes by another table."""
 
     def __init__(self) -> None:
         self.inner = tiny_tokenizer()
@@ -129,7 +129,7 @@ class OtherWords:
         (
             {"max_logprobs": 2},
             {},
-            r"greater than max allowed: 2.*--max-logprobs 3 or lower distill",
+            r"greater than max allowed: 2.*--max-logprobs 3, lower distill",
         ),
         ({"max_model_len": 60}, {}, "max_model_len is 60 and the longest sample has 60 tokens"),
         ({"names": ("a", "b")}, {}, "serves 2 models .*set distill.server.name"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import pytest
-from tests.fake_vllm import (
+from tests.helpers.fake_vllm import (
     BEST,
     CONFIG,
     GREEDY,
@@ -19,11 +20,13 @@ from tests.fake_vllm import (
     opened,
     prompt,
 )
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import replace
 from taut.errors import ConfigError, DataError, EngineError
-from taut.inference.engine import Sampling, stream_seed
+from taut.inference.engine import stream_seed
+from taut.inference.settings import Sampling
+from taut.types import Completion
 
 # What is asked
 
@@ -64,16 +67,23 @@ def test_greedy_needs_no_seed() -> None:
 
 
 def test_results_are_in_order_whatever_comes_first() -> None:
-    def first_is_last(body: dict[str, Any], count: int) -> Fault:
-        return Fault(slow=0.06 if body["prompt"] == [1, 20] else 0.0)
-
     arrived: list[tuple[str, int]] = []
+    others = threading.Event()
+
+    def first_is_last(body: dict[str, Any], count: int) -> Fault:
+        if body["prompt"] == [1, 20]:
+            others.wait(60)
+        return Fault()
+
+    def arrive(completion: Completion) -> None:
+        arrived.append((completion.prompt_id, completion.index))
+        if len(arrived) == 4:
+            others.set()
+
     server = FakeServer(faults=after_probe(first_is_last))
     prompts = [prompt("a", 1, 20), prompt("b", 1, 30), prompt("c", 1, 40)]
     with opened(server) as engine:
-        done = engine.generate(
-            prompts, Sampling(n=2), lambda c: arrived.append((c.prompt_id, c.index))
-        )
+        done = engine.generate(prompts, Sampling(n=2), arrive)
     order = [(name, index) for name in "abc" for index in range(2)]
     assert [(c.prompt_id, c.index) for c in done] == order
     assert sorted(arrived) == order and arrived[-1][0] == "a"
@@ -81,7 +91,13 @@ def test_results_are_in_order_whatever_comes_first() -> None:
 
 
 def test_requests_under_way_are_bounded() -> None:
-    server = FakeServer(faults=after_probe(lambda body, count: Fault(slow=0.01)))
+    meet = threading.Barrier(3)
+
+    def together(body: dict[str, Any], count: int) -> Fault:
+        meet.wait(60)
+        return Fault(slow=0.05)
+
+    server = FakeServer(faults=after_probe(together))
     with opened(server, replace(CONFIG, {"concurrency": 3})) as engine:
         done = engine.generate([prompt(f"{i}", 1, 20) for i in range(12)], GREEDY)
     assert len(done) == 12 and server.most == 3

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tests.fake_vllm import CONFIG, Body, FakeServer, Fault, _send, opened, prompt
-from tests.fake_weight_sync import WeightServer, change, tiny, trained
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.fake_vllm import CONFIG, Body, FakeServer, Fault, _send, opened, prompt
+from tests.helpers.fake_weight_sync import WeightServer, change, tiny, trained
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import replace
 from taut.errors import ConfigError, EngineError, TautError
-from taut.inference.engine import Sampling
+from taut.inference.settings import Sampling
 from taut.inference.vllm import ServerEngine
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
+from taut.models.settings import LoraConfig
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 

@@ -16,8 +16,8 @@ from email.utils import format_datetime
 from typing import Any
 
 import pytest
-from tests.broken_servers import answers, repeats, serving
-from tests.fake_vllm import (
+from tests.helpers.broken_servers import answers, repeats, serving
+from tests.helpers.fake_vllm import (
     CONFIG,
     GREEDY,
     PROBED,
@@ -28,7 +28,7 @@ from tests.fake_vllm import (
     opened,
     prompt,
 )
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import replace
 from taut.errors import ConfigError, EngineError
@@ -134,9 +134,9 @@ def test_retry_after_may_be_a_date() -> None:
 
 
 def test_a_slow_server_is_told_of() -> None:
-    server = FakeServer(faults=after_probe(lambda body, count: Fault(slow=0.2)))
-    config = replace(CONFIG, {"timeout": 0.05, "retries": 1})
-    found = r"no answer within 0.05 s .+\(2 attempts\)"
+    server = FakeServer(faults=after_probe(lambda body, count: Fault(slow=2.0)))
+    config = replace(CONFIG, {"timeout": 0.3, "retries": 1})
+    found = r"no answer within 0.3 s .+\(2 attempts\)"
     with opened(server, config) as engine, pytest.raises(EngineError, match=found):
         engine.generate([prompt("a", 1, 20)], GREEDY)
 
@@ -191,7 +191,7 @@ def test_ctrl_c_works_at_once() -> None:
         with pytest.raises(KeyboardInterrupt):
             engine.generate([prompt(f"{i}", 1, 20) for i in range(9)], GREEDY)
         engine.close()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15
 
 
 def test_closing_ends_what_is_under_way() -> None:
@@ -200,7 +200,7 @@ def test_closing_ends_what_is_under_way() -> None:
         future = engine.pool.servers[0].vllm.openai.start("completions", {})
         begin = time.monotonic()
         engine.close()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15
     assert future.done()
 
 

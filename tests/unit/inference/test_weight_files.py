@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.fake_weight_sync import change, tiny
-from tests.tiny_models import tiny_model
+from tests.helpers.fake_weight_sync import change, tiny
+from tests.helpers.tiny_models import tiny_model
 from torch import Tensor
 
 from taut.errors import EngineError, OutputError
@@ -19,7 +19,8 @@ from taut.inference import weight_sync
 from taut.inference.vllm_client import ParameterReport
 from taut.inference.weight_sync import Files, Folder, checkpoint_tensors, require_arrived, write
 from taut.inference.worker.taut_worker import TautWorker, checksum
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
+from taut.models.settings import LoraConfig
 
 FLOAT = torch.float32
 

@@ -9,17 +9,18 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 import torch
-from tests.fake_vllm import CONFIG, prompt
-from tests.fake_weight_sync import change, tiny, trained
-from tests.sampling_server import SamplingServer
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.fake_vllm import CONFIG, prompt
+from tests.helpers.fake_weight_sync import change, tiny, trained
+from tests.helpers.sampling_server import SamplingServer
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from torch import nn
 
 from taut.config import replace
 from taut.errors import EngineError
-from taut.inference.engine import Sampling
+from taut.inference.settings import Sampling
 from taut.inference.vllm import ServerEngine, Stream
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
+from taut.models.settings import LoraConfig
 from taut.types import Completion, FloatArray
 
 PATIENCE = 20.0
@@ -199,7 +200,7 @@ def test_a_server_is_never_left_paused(tmp_path: Path) -> None:
 
 def test_a_route_that_aborts_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a vLLM whose /pause knows no mode: it would abort what is under way."""
-    from tests import fake_weight_sync
+    from tests.helpers import fake_weight_sync
 
     monkeypatch.setitem(fake_weight_sync.ROUTES["paths"], "/pause", {"post": {}})
     amid = Amid("full", "pause", folder=tmp_path, model=tiny())

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.fake_weight_sync import Worker
+from tests.helpers.fake_weight_sync import Worker
 from torch import Tensor, nn
 
 from taut.inference.vllm_client import ParameterReport

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from taut.data.dataset import DataReport
-from taut.io.console import Printer, counted, guarded, one_line, told_when_slow
+from taut.io.console import Printer, counted, guarded, one_line, warn_if_slow
 from taut.io.terminal import Terminal
 
 
@@ -77,9 +77,9 @@ def test_a_printer_is_not_wrapped_again() -> None:
 def test_what_takes_long_is_told_and_what_does_not_is_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with told_when_slow("measuring", after=0.0):
+    with warn_if_slow("measuring", after=0.0):
         time.sleep(0.2)
-    with told_when_slow("reading", after=60.0):
+    with warn_if_slow("reading", after=60.0):
         pass
     assert capsys.readouterr().err == "taut: measuring\n"
 
@@ -110,7 +110,7 @@ HOSTILE = {
     "the clipboard": ("\x1b]52;c;aGk=\x1b\\", r"\x1b]52;c;aGk=\x1b" + "\\"),
     "a link": ("\x1b]8;;http://x\x1b\\y", r"\x1b]8;;http://x\x1b" + "\\y"),
     "a cursor": ("\x1b[1A\x1b[2K\rdone", r"\x1b[1A\x1b[2K\x0ddone"),
-    "a colour": ("\x1b[8mx", r"\x1b[8mx"),
+    "a color": ("\x1b[8mx", r"\x1b[8mx"),
     "C1": ("\x9b2J\x9d", r"\u009b2J\u009d"),
     "DEL and backspace": ("a\x7f\x08", r"a\x7f\x08".replace(r"\x7f", r"\u007f")),
     "direction": ("\u202egnp.exe\u2066", r"\u202egnp.exe\u2066"),
@@ -227,9 +227,9 @@ def test_a_stream_that_does_not_block_and_is_never_read_is_given_up(
     with os.fdopen(writer, "w") as stream:
         printer = Printer(stream)
         started = time.monotonic()
-        for _ in range(20):
+        for _ in range(2000):
             printer.write("x" * 10_000)
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 60, "it is waited for once"
         assert printer.failure is not None
         assert "nothing was read for 0.1 s" in str(printer.failure)
     os.close(reader)

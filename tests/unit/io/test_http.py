@@ -17,7 +17,16 @@ from typing import Any, TypeVar
 import anyio
 import httpx2
 import pytest
-from tests.broken_servers import OK, Server, Talk, answers, redirects, repeats, sends, serving
+from tests.helpers.broken_servers import (
+    OK,
+    Server,
+    Talk,
+    answers,
+    redirects,
+    repeats,
+    sends,
+    serving,
+)
 
 from taut.io import http
 from taut.io.http import Answer, Limits, Refused, TooLarge, open_client, request
@@ -55,8 +64,16 @@ def peak(run: Callable[[], T]) -> tuple[T | Exception, int]:
     return result, most
 
 
+def silence(connection: socket.socket) -> None:
+    """Until the client has gone."""
+    while connection.recv(4096):
+        pass
+
+
+SOON = 20.0
+"""Seconds, on a busy machine, of what would take a minute or have no end without a deadline."""
 DRIPS = {
-    "nothing": lambda connection: time.sleep(20),
+    "nothing": silence,
     "status line": repeats(b"HTTP/1.1 200 ", b"O", 0.02),
     "header": repeats(OK + b"X: ", b"y", 0.02),
     "headers": repeats(OK, b"X: y\r\n", 0.02),
@@ -81,7 +98,7 @@ def test_the_deadline_ends_what_drips(server: Server, talk: Talk) -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         got(f"{server.url}/", Limits(seconds=0.4, max_bytes=100_000, redirects=5))
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < SOON
 
 
 @pytest.mark.parametrize("talk", [DRIPS["nothing"], repeats(b"\x16\x03\x03\x40\x00", b"\0", 0.02)])
@@ -95,9 +112,9 @@ def test_the_deadline_ends_a_handshake(talk: Talk) -> None:
 
         threading.Thread(target=serve, daemon=True).start()
         began = time.monotonic()
-        with pytest.raises(httpx2.ConnectTimeout):
+        with pytest.raises((httpx2.ConnectTimeout, TimeoutError)):  # whichever limit is seen first
             got(f"https://127.0.0.1:{listening.getsockname()[1]}/", Limits(0.4, 100))
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < SOON
 
 
 def test_one_deadline_for_all_redirects(server: Server) -> None:
@@ -118,7 +135,7 @@ def test_a_look_up_that_takes_for_ever_is_not_waited_for(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: never.wait(10) and [])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: never.wait(60) and [])
 
     async def attempt() -> Answer:
         async with open_client() as client:
@@ -127,7 +144,7 @@ def test_a_look_up_that_takes_for_ever_is_not_waited_for(
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         http.wait_for(0.3, attempt)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < SOON
     never.set()
 
 
@@ -228,7 +245,7 @@ class TestRedirects:
 
     def test_one_that_says_not_where(self, server: Server) -> None:
         server.paths["/"] = answers(b"", status=b"302 Found")
-        with pytest.raises(Refused, match="says not where"):
+        with pytest.raises(Refused, match="without a location"):
             got(f"{server.url}/", self.LIMITS)
 
     def test_secrets_stay_with_the_origin(self, server: Server) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from taut.data.sources import Source, open_source
+from taut.data.read.sources import open_source
+from taut.data.settings import Source
 from taut.errors import DataError, ModelError
 from taut.io import hub, remote
 from taut.models.load import load_config
@@ -129,7 +130,7 @@ def kept(tmp_path: Path) -> list[Path]:
 
 
 def num_rows(url: str) -> int:
-    return len(list(open_source(Source(path=url)).records()))
+    return len(list(open_source(Source(path=url)).read_records()))
 
 
 def fault(url: str) -> str:
@@ -142,7 +143,7 @@ def fault(url: str) -> str:
 def test_a_file_is_fetched_once_and_again_when_it_changes(server: Server) -> None:
     url = f"{server.url}/d/a.jsonl"
     opened = open_source(Source(path=url))
-    number, record = next(iter(opened.records()))
+    number, record = next(iter(opened.read_records()))
     assert (opened.place(number), record) == (f"{url}:1", {"text": "row 0"})
     num_asked = len(server.asked)
     assert open_source(Source(path=url)).digest == opened.digest
@@ -233,7 +234,7 @@ def test_a_bucket(bucket: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_rows("s3://bucket/d/a.jsonl") == 2000
     opened = open_source(Source(path="s3://bucket/d/*.jsonl"))
     assert opened.names == ("s3://bucket/d/a.jsonl", "s3://bucket/d/b.jsonl")
-    assert len(list(opened.records())) == 4000
+    assert len(list(opened.read_records())) == 4000
     assert "no file matches s3://bucket/d/c*.jsonl; expected at least" in fault(
         "s3://bucket/d/c*.jsonl"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import chats, save_model, write_rows
+from tests.helpers.chat_runs import chats, save_model, write_rows
 
 import taut
 from taut.config import load

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.sampled_outcomes import outcomes_of
+from tests.helpers.sampled_outcomes import outcomes_of
 from torch import Tensor
 
 from taut.errors import ConfigError
@@ -79,7 +79,7 @@ def test_the_mean_is_shorter_by_one_in_n() -> None:
 
 
 @pytest.mark.parametrize("name", ["group", "reinforce_pp", "reinforce_pp_baseline"])
-def test_what_is_normalised_points_the_same_way(name: str) -> None:
+def test_what_is_normalized_points_the_same_way(name: str) -> None:
     """Of success and failure the exact direction, of a length of its own; of other rewards it is biased, a little."""
     for reward, least in ((SUCCESS, 1.0), (REWARD, 0.97)):
         found, exact = expected(ESTIMATORS[name], reward), gradient_of_reward(reward)
@@ -199,12 +199,12 @@ def test_whitening_over_tokens_by_hand() -> None:
         "reinforce_pp": [1 / 6, 1 / 6, 1 / 6, -5 / 6, 1 / 6, 1 / 6],
         "reinforce_pp_baseline": [1 / 3, 1 / 3, 1 / 3, -2 / 3, -1 / 6, -1 / 6],
     }
-    for name, centred in by_hand.items():
+    for name, centered in by_hand.items():
         found = ESTIMATORS[name](
             outcomes_of(reward_S, group_S, [3, 1, 1, 1]), no_penalties([3, 1, 1, 1])
         )
         assert [one_N.numel() for one_N in found] == [3, 1, 1, 1]
-        wanted = [x / deviation for x in centred]
+        wanted = [x / deviation for x in centered]
         assert torch.cat(found).tolist() == pytest.approx(wanted, rel=1e-7), name
 
 
@@ -245,7 +245,7 @@ def test_for_a_linear_comparison_a_penalty_is_a_part_of_the_reward(name: str) ->
 
 
 def test_a_penalty_is_not_divided_by_the_deviation_of_rewards() -> None:
-    """Penalties -0.2 and -0.4, centred 0.1 and -0.1, whatever the rewards are."""
+    """Penalties -0.2 and -0.4, centered 0.1 and -0.1, whatever the rewards are."""
     penalties = [torch.tensor(sizes, dtype=torch.float64) for sizes in ([-0.2], [-0.3, -0.1])]
     estimator, one = ESTIMATORS["group"], torch.zeros(2).long()
     for rewards in ([0.0, 0.0], [1.0, 0.0], [1.0, 0.999]):
@@ -334,7 +334,7 @@ def test_turns_by_hand() -> None:
 # -- several rewards
 
 
-def test_each_reward_is_normalised_by_itself() -> None:
+def test_each_reward_is_normalized_by_itself() -> None:
     """GDPO's example: two rewards of 0 or 1, two answers a prompt. By the sum, pairs worth (0, 1) and (0, 2) have the
     same advantages; here those of the second are larger, for both rewards say so.
 

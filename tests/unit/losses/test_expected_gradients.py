@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from tests.preference_rows import packs
+from tests.helpers.preference_rows import packs
 from torch import Tensor
 
 from taut.losses.advantages import gae

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.preference_rows import plain_pairs
+from tests.helpers.preference_rows import plain_pairs
 
 from taut.losses.loss import STEEPEST, accuracy, relative_power
 from taut.losses.preference import log_odds, nll_of_best

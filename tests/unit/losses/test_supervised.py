@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny_samples import nested_family
+from tests.helpers.tiny_samples import nested_family
 
 from taut.data.packing import PackPolicy, pack
-from taut.losses.supervised import Distill
+from taut.losses.supervised import DistillLoss
 from taut.types import TOP_IDS, TOP_LOGP, Divergence, Scores, Wants
 
 PACKED = pack(nested_family(97), PackPolicy(True, 1))
@@ -22,8 +22,7 @@ def scores() -> Scores:
 
 @pytest.mark.parametrize("sft_weight", [0.0, 0.3])
 def test_the_sums_by_hand(sft_weight: float) -> None:
-    how = Divergence("js", temperature=2.0)
-    loss, given = Distill(how, sft_weight), scores()
+    loss, given = DistillLoss(divergence="js", temperature=2.0, sft_weight=sft_weight), scores()
     assert given.divergence_N is not None
     found = loss(given, PACKED)
     divergence = (PACKED.weight_N * given.divergence_N).sum()
@@ -39,7 +38,7 @@ def test_the_sums_by_hand(sft_weight: float) -> None:
 
 @pytest.mark.parametrize("sft_weight", [0.0, 0.3])
 def test_linear_weights_are_the_derivative(sft_weight: float) -> None:
-    loss, given = Distill(Divergence("forward", temperature=2.0), sft_weight), scores()
+    loss, given = DistillLoss(temperature=2.0, sft_weight=sft_weight), scores()
     assert given.divergence_N is not None
     weights = loss.linear_weights(PACKED)
     for name, term in loss(given, PACKED).terms.items():
@@ -52,7 +51,7 @@ def test_linear_weights_are_the_derivative(sft_weight: float) -> None:
 
 
 def test_what_it_asks_for() -> None:
-    how = Divergence("reverse")
-    assert Distill(how).wants == Wants(divergence=how)
-    assert Distill(how).needs == ()
-    assert Distill(is_listed=True).needs == (TOP_IDS, TOP_LOGP)
+    how = Divergence("reverse", 0.5, 1.0, "bucket")
+    assert DistillLoss(divergence="reverse").wants == Wants(divergence=how)
+    assert DistillLoss().needs == ()
+    assert DistillLoss(is_listed=True).needs == (TOP_IDS, TOP_LOGP)

@@ -9,21 +9,21 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.chat_runs import save_model, write_rows
-from tests.fake_vllm import FakeServer
-from tests.online_runs import TWICE, keys_of, make
-from tests.sampling_server import SamplingServer
+from tests.helpers.chat_runs import save_model, write_rows
+from tests.helpers.fake_vllm import FakeServer
+from tests.helpers.online_runs import TWICE, keys_of, make
+from tests.helpers.sampling_server import SamplingServer
 from transformers import AutoModelForCausalLM
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, EngineError
 from taut.inference.local import LocalEngine
 from taut.inference.vllm import ServerEngine
-from taut.methods import online
 from taut.methods.grpo import Grpo
-from taut.rewards.panel import Panel
+from taut.rewards.reward_set import RewardSet
+from taut.rl.environment import EnvironmentPool
 from taut.rl.online import Online
-from taut.rl.rollout import RolloutWorker
+from taut.rl.worker import RolloutWorker
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_server_must_say_the_log_probs_of_what_it_samples_from(
         opened(model, tmp_path, **at(server, rollout__temperature=0.7))
     with SamplingServer(model=loaded, mode="raw") as server:  # at 1 they are the same
         worker = opened(model, tmp_path, **at(server))
-        assert ("server logprobs", "raw") in [it[:2] for it in worker.settled]
+        assert ("server logprobs", "raw") in [it[:2] for it in worker.decisions]
         worker.close()
 
 
@@ -69,20 +69,23 @@ def test_what_was_opened_is_closed_where_the_next_cannot_be_had(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[str] = []
-    for one in (Panel, ServerEngine):
+    for one in (RewardSet, ServerEngine):
         monkeypatch.setattr(one, "close", noted(closed, one.__name__, one.close))
     with (
         FakeServer(max_model_len=256) as plain,
         pytest.raises(EngineError, match="takes no weights"),
     ):
         opened(model, tmp_path, **at(plain))
-    assert closed == ["ServerEngine", "Panel"]
+    assert closed == ["ServerEngine", "RewardSet"]
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     closed.clear()
-    missing = {"rollout__environment__name": f"{tmp_path}/none.py:Own"}
-    with SamplingServer(model=loaded) as server, pytest.raises(ConfigError, match=r"none\.py"):
-        opened(model, tmp_path, **at(server, **missing))
-    assert closed == ["Panel", "ServerEngine"]
+    own = tmp_path / "own.py"
+    own.write_text(f"{TWICE}\n    def cut(self):\n        return -1.0\n")
+    keys = {"method": "ppo", "critic__kind": "shared", "ppo__bootstrap_truncated": True}
+    keys["rollout__environment__name"] = f"{own}:Twice"
+    with SamplingServer(model=loaded) as server, pytest.raises(ConfigError, match="method cut"):
+        opened(model, tmp_path, **at(server, **keys))
+    assert closed == ["RewardSet", "ServerEngine"]
 
 
 def test_an_environment_that_rewards_cut_paths_is_refused_where_values_replace_that_reward(
@@ -103,26 +106,22 @@ def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?"}]
     data = str(write_rows(tmp_path / "some.jsonl", rows))
     worker = opened(model, tmp_path, data__train=data, rewards="numeric")
-    (told,) = worker.settled
+    (told,) = worker.decisions
     assert told[:2] == ("numeric", "nothing of 1 of 2 rows") and "some.jsonl:2" in told[2]
     none = str(write_rows(tmp_path / "none.jsonl", rows[1:]))
     with pytest.raises(DataError, match=r"none\.jsonl:1: the row has no right answer"):
         opened(model, tmp_path, data__train=none, rewards=["numeric", "exact_match"])
     worker = opened(model, tmp_path, data__train=none, rewards=["numeric", "stop"])
-    assert worker.settled[0][1] == "nothing of 1 of 1 rows"
+    assert worker.decisions[0][1] == "nothing of 1 of 1 rows"
 
 
-def test_what_holds_programs_is_what_the_reward_asks_for(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def shared(remote: Any) -> Any:
-        return SimpleNamespace(mechanism=SimpleNamespace(name="first", reason="it holds"))
-
-    monkeypatch.setattr(online, "shared", shared)
-    panel = SimpleNamespace(decisions=[("sandbox", "landlock", "asked for")])
+def test_what_holds_programs_is_what_the_reward_asks_for() -> None:
+    reward_set = SimpleNamespace(decisions=[("sandbox", "landlock", "asked for")])
+    python = SimpleNamespace(decisions=(("sandbox", "first", "it holds"),))  # as it was opened
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "code"}
-    for tools, wanted in (([], ["landlock"]), (["python"], ["landlock", "first"])):
+    for tools, wanted in (([], ["landlock"]), (["python"], ["first", "landlock"])):
         environment = {"rollout.environment.name": "tools", "rollout.environment.tools": tools}
         run = from_mapping(Grpo, keys | (environment if tools else {}))
-        found = run.rollout_decisions(cast(Panel, panel), cast(LocalEngine, None), None)
+        opened = cast(EnvironmentPool, python) if tools else None
+        found = run.rollout_decisions(cast(RewardSet, reward_set), cast(LocalEngine, None), opened)
         assert [(name, value) for name, value, _ in found] == [("sandbox", it) for it in wanted]

@@ -1,19 +1,25 @@
-"""What a user says of preference optimisation becomes the loss that was meant, or an error that says what to do."""
+"""What a user says of preference optimization becomes the loss that was meant, or an error that says what to do."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, get_args
 
 import pytest
+from tests.helpers.refusals import ErrorCode, says
 
 from taut.config import configclass, load
 from taut.errors import ConfigError
-from taut.losses.preference import VARIANTS, DpoVariant, Orpo, Preference, Unpaired
-from taut.methods.cpo import CpoConfig
-from taut.methods.kto import KtoConfig
-from taut.methods.orpo import OrpoConfig
-from taut.methods.preference import DpoConfig
-from taut.methods.simpo import SimpoConfig
+from taut.losses.loss import Loss
+from taut.losses.preference import VARIANTS, CpoLoss, DpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from taut.losses.settings import (
+    CpoConfig,
+    DpoConfig,
+    DpoVariant,
+    KtoConfig,
+    OrpoConfig,
+    SimpoConfig,
+)
 
 
 @configclass
@@ -33,17 +39,33 @@ def test_every_variant_can_be_named() -> None:
     assert set(get_args(DpoVariant)) == set(VARIANTS)
 
 
+LOSS_OF: dict[str, type[Loss]] = {
+    "dpo": DpoLoss,
+    "kto": KtoLoss,
+    "orpo": OrpoLoss,
+    "simpo": SimpoLoss,
+    "cpo": CpoLoss,
+}
+
+
+@pytest.mark.parametrize("section", LOSS_OF)
+def test_a_loss_is_its_section(section: str) -> None:
+    config, cls = getattr(sections(), section), LOSS_OF[section]
+    assert isinstance(config, cls.__mro__[1])
+    assert [field.name for field in fields(cls)] == [field.name for field in fields(config)]
+    assert cls.of(config) == cls()
+
+
 def test_defaults() -> None:
     """Those of TRL, but SimPO's, which are the paper's."""
-    found = sections()
-    assert found.dpo.make_loss() == Preference(beta=0.1)
-    assert found.kto.make_loss() == Unpaired("kto", 0.1)
-    assert found.orpo.make_loss() == Orpo(0.1)
-    simpo = found.simpo.make_loss()
-    assert simpo == Preference(
-        beta=2.0, gamma=1.0, length_normalised=True, reference_free=True, alpha=0.0
-    )
-    assert found.cpo.make_loss() == Preference(beta=0.1, reference_free=True, sft_weight=1.0)
+    dpo, simpo, cpo = DpoLoss(), SimpoLoss(), CpoLoss()
+    assert (dpo.beta, dpo.terms, dpo.tau) == (0.1, (("sigmoid", 1.0),), 0.05)
+    assert not (dpo.reference_free or dpo.length_normalized or dpo.gamma or dpo.sft_weight)
+    assert (KtoLoss().loss, KtoLoss().beta, OrpoLoss().beta) == ("kto", 0.1, 0.1)
+    assert (simpo.beta, simpo.gamma, simpo.alpha, simpo.terms) == (2.0, 1.0, 0.0, dpo.terms)
+    assert simpo.length_normalized and simpo.reference_free
+    assert (cpo.beta, cpo.sft_weight, cpo.terms) == (0.1, 1.0, dpo.terms)
+    assert cpo.reference_free and not cpo.length_normalized
 
 
 DPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
@@ -54,13 +76,13 @@ DPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         {"terms": (("sigmoid", 0.8), ("bco", 0.2)), "sft_weight": 1.0},
     ),
     (("dpo.label_smoothing=0.1", "dpo.beta=0.3"), {"label_smoothing": 0.1, "beta": 0.3}),
-    (("dpo.length_normalised=true",), {"length_normalised": True}),
+    (("dpo.length_normalized=true",), {"length_normalized": True}),
     (("dpo.divergence=js",), {"divergence": "js"}),
     (("dpo.divergence=alpha", "dpo.alpha=0.25"), {"divergence": "alpha", "alpha": 0.25}),
     (("dpo.margin=0.5",), {"margin": 0.5}),
     (
         ("dpo.reference_free=true", "dpo.log_entropy=true"),
-        {"reference_free": True, "entropy": True},
+        {"reference_free": True, "log_entropy": True},
     ),
     (
         ("dpo.loss=discopop", "dpo.discopop_tau=0.1"),
@@ -69,9 +91,13 @@ DPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "fields"), DPO)
-def test_dpo(overrides: tuple[str, ...], fields: dict[str, Any]) -> None:
-    assert sections(*overrides).dpo.make_loss() == Preference(**fields)
+@pytest.mark.parametrize(("overrides", "reads"), DPO)
+def test_dpo(overrides: tuple[str, ...], reads: dict[str, Any]) -> None:
+    found, usual = DpoLoss.of(sections(*overrides).dpo), DpoLoss()
+    names = ("terms", "tau", "beta", "label_smoothing", "sft_weight", "margin", "log_entropy")
+    names += ("divergence", "alpha", "length_normalized", "reference_free")
+    assert {name: getattr(found, name) for name in reads} == reads
+    assert {name for name in names if getattr(found, name) != getattr(usual, name)} == reads.keys()
 
 
 def test_the_others() -> None:
@@ -94,60 +120,70 @@ def test_the_others() -> None:
         "cpo.sft_weight=0.5",
         "cpo.log_entropy=true",
     )
-    assert found.kto.make_loss() == Unpaired("bco", 0.2, 1.5, 0.5, entropy=True)
-    assert found.orpo.make_loss() == Orpo(0.2, entropy=True)
-    assert found.simpo.make_loss() == Preference(
-        beta=2.5,
-        gamma=1.4,
-        divergence="alpha",
-        alpha=0.25,
-        label_smoothing=0.1,
-        sft_weight=0.5,
-        length_normalised=True,
-        reference_free=True,
-        entropy=True,
+    assert KtoLoss.of(found.kto) == KtoLoss(
+        loss="bco", beta=0.2, desirable_weight=1.5, undesirable_weight=0.5, log_entropy=True
     )
-    assert found.cpo.make_loss() == Preference(
-        beta=0.2, terms=(("hinge", 1.0),), sft_weight=0.5, reference_free=True, entropy=True
+    assert OrpoLoss.of(found.orpo) == OrpoLoss(beta=0.2, log_entropy=True)
+    assert SimpoLoss.of(found.simpo) == SimpoLoss(
+        beta=2.5, gamma=1.4, alpha=0.25, label_smoothing=0.1, sft_weight=0.5, log_entropy=True
     )
-    smoothed = sections("cpo.label_smoothing=0.1").cpo.make_loss()
-    assert isinstance(smoothed, Preference)
-    assert smoothed.label_smoothing == 0.1
+    cpo = CpoLoss.of(found.cpo)
+    assert cpo == CpoLoss(beta=0.2, loss="hinge", sft_weight=0.5, log_entropy=True)
+    assert cpo.terms == (("hinge", 1.0),)
+    assert CpoLoss.of(sections("cpo.label_smoothing=0.1").cpo).label_smoothing == 0.1
 
 
 def test_a_reference_is_needed_where_it_is_read() -> None:
-    found = sections()
-    for config, needs in (
-        (found.dpo, True),
-        (sections("dpo.reference_free=true").dpo, False),
-        (found.kto, True),
-        (found.orpo, False),
-        (found.simpo, False),
-        (found.cpo, False),
+    for overrides, section, needs in (
+        ((), "dpo", True),
+        (("dpo.reference_free=true",), "dpo", False),
+        ((), "kto", True),
+        ((), "orpo", False),
+        ((), "simpo", False),
+        ((), "cpo", False),
     ):
-        assert ("ref_logp_N" in config.make_loss().needs) == needs
+        loss = LOSS_OF[section].of(getattr(sections(*overrides), section))
+        assert ("ref_logp_N" in loss.needs) == needs
 
 
 REFUSED = [
-    (("dpo.loss=nca", "dpo.margin=1.0"), "found margin=1.0 with loss=nca"),
-    (("dpo.loss=aot", "dpo.divergence=js"), "found divergence=js with loss=aot"),
-    (("dpo.loss=bco", "dpo.reference_free=true"), "found reference_free=True with loss=bco"),
-    (("dpo.reference_free=true", "dpo.divergence=js"), "expected a reference to diverge from"),
-    (("dpo.loss=exo",), "found loss=exo with label_smoothing=0"),
-    (("dpo.loss=hinge", "dpo.label_smoothing=0.1"), "loss=hinge, which does not read it"),
-    (("dpo.label_smoothing=0.5",), "expected at least 0 and less than 0.5"),
-    (("dpo.loss=discopop", "dpo.discopop_tau=1.5"), "expected more than 0 and at most 1"),
-    (("dpo.discopop_tau=0.5",), "expected dpo.loss=discopop"),
+    (("dpo.loss=nca", "dpo.margin=1.0"), ErrorCode("dpo.margin/dpo.loss")),
+    (("dpo.loss=aot", "dpo.divergence=js"), ErrorCode("dpo.divergence/dpo.loss")),
+    (("dpo.loss=bco", "dpo.reference_free=true"), ErrorCode("dpo.reference_free/dpo.loss")),
+    (
+        ("dpo.reference_free=true", "dpo.divergence=js"),
+        ErrorCode("dpo.reference_free/dpo.divergence"),
+    ),
+    (
+        ("dpo.loss=exo",),
+        "dpo.loss=exo: it is infinite without one; expected more than 0; set dpo.label_smoothing",
+    ),
+    (("dpo.loss=hinge", "dpo.label_smoothing=0.1"), ErrorCode("dpo.label_smoothing/dpo.loss")),
+    (
+        ("dpo.label_smoothing=0.5",),
+        "dpo.label_smoothing=0.5 on the command line; expected less than 0.5",
+    ),
+    (
+        ("dpo.loss=discopop", "dpo.discopop_tau=1.5"),
+        "dpo.discopop_tau=1.5 on the command line; expected less than or equal to 1",
+    ),
+    (
+        ("dpo.discopop_tau=0.5",),
+        "with dpo.loss=sigmoid: nothing reads it; expected dpo.loss=discopop",
+    ),
     (("dpo.alpha=0.5",), "expected dpo.divergence=alpha"),
-    (("dpo.loss=[]",), "found loss=[]; expected one or more of sigmoid"),
+    (("dpo.loss=[]",), ErrorCode("dpo.loss")),
     (("dpo.loss=['ipo', 'ipo']",), "each once"),
-    (("dpo.loss_weights=[1.0, 2.0]",), "found 2 dpo.loss_weights for dpo.loss=sigmoid"),
+    (
+        ("dpo.loss_weights=[1.0, 2.0]",),
+        "dpo.loss_weights=[1.0, 2.0] with dpo.loss=sigmoid: 2 weights for 1 terms",
+    ),
     (("dpo.loss=exo_pair",), 'found dpo.loss="exo_pair"'),
     (("dpo.beta=0",), "dpo.beta"),
-    (("simpo.label_smoothing=0.7",), "simpo: found label_smoothing=0.7"),
+    (("simpo.label_smoothing=0.7",), "found simpo.label_smoothing=0.7"),
     (
         ("cpo.loss=ipo", "cpo.label_smoothing=0.1"),
-        "cpo: found label_smoothing=0.1 with loss=ipo, which does not read it",
+        ErrorCode("cpo.label_smoothing/cpo.loss"),
     ),
 ]
 
@@ -156,6 +192,6 @@ REFUSED = [
 def test_what_has_no_meaning_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         sections(*overrides)
-    assert message in str(raised.value)
+    assert says(raised.value, message)
     assert "\n" not in str(raised.value)
     assert "; expected" in str(raised.value)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import save_model
-from tests.judged_runs import keys_of, make, train
+from tests.helpers.chat_runs import save_model
+from tests.helpers.judged_runs import keys_of, make, train
 
 from taut.errors import ConfigError, ModelError
 

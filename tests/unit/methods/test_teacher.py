@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import save_model
-from tests.tiny_models import save_tiny
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.chat_runs import save_model
+from tests.helpers.refusals import ErrorCode, refused
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
-from taut.errors import ConfigError, ModelError
-from taut.losses.supervised import Distill
-from taut.methods.teacher import DistillConfig, load_teacher
+from taut.errors import ModelError
+from taut.losses.supervised import DistillLoss
+from taut.methods.distill import Distill as Run
+from taut.methods.settings import DistillConfig
+from taut.methods.teacher import load_teacher
 from taut.models.teacher import ListedTeacher, ModelTeacher
 from taut.train.distributed import Ranks
 from taut.types import Divergence
@@ -23,6 +26,12 @@ from taut.types import Divergence
 
 def config(**keys: Any) -> DistillConfig:
     return from_mapping(DistillConfig, keys)
+
+
+def run_of(student: str, *, has_eval: bool = True, **keys: Any) -> Run:
+    """A run of ``taut distill``."""
+    data = {"data.train": "a.jsonl", **({"data.eval": "b.jsonl"} if has_eval else {})}
+    return from_mapping(Run, {"model": student, **data, "distill": keys})
 
 
 def setting(**changes: Any) -> dict[str, Any]:
@@ -41,45 +50,58 @@ def setting(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"beta": 0.3}, "beta=0.3 has no effect"),
+        ({"beta": 0.3}, ErrorCode("beta/divergence")),
         ({"divergence": "js", "beta": 1.0}, "beta"),
         ({"temperature": 0.0}, "temperature"),
         ({"sft_weight": -1.0}, "sft_weight"),
-        ({"teacher": "a", "top_logprobs": "b"}, "both set"),
+        ({"teacher": "a", "top_logprobs": "b"}, ErrorCode("teacher/top_logprobs")),
         (
-            {"top_logprobs": "b", "divergence": "reverse", "tail": "renormalise"},
-            "tail=renormalise with distill.divergence=reverse",
+            {"top_logprobs": "b", "divergence": "reverse", "tail": "renormalize"},
+            ErrorCode("tail/divergence"),
         ),
-        ({"top_logprobs": "b", "temperature": 2.0}, "set tail=renormalise"),
-        ({"teacher": "a", "tail": "bucket"}, "tail=bucket has no effect"),
-        ({"teacher": "a", "eval_top_logprobs": "b"}, "no effect without distill.top_logprobs"),
+        (
+            {"top_logprobs": "b", "temperature": 2.0},
+            "temperature=2 with top_logprobs=b: .*; expected tail=renormalize; set it",
+        ),
+        ({"teacher": "a", "tail": "bucket"}, ErrorCode("tail/top_logprobs")),
+        (
+            {"teacher": "a", "eval_top_logprobs": "b"},
+            ErrorCode("eval_top_logprobs/top_logprobs"),
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with refused(says):
         config(**keys)
 
 
 def test_the_loss_it_makes() -> None:
     found = config(teacher="a", divergence="js", beta=0.2, temperature=2.0, sft_weight=0.5)
-    assert found.make_loss() == Distill(Divergence("js", 0.2, 2.0), 0.5)
-    listed = config(top_logprobs="b", tail="renormalise", temperature=2.0)
-    how = Divergence("forward", temperature=2.0, tail="renormalise")
-    assert listed.make_loss() == Distill(how, is_listed=True)
+    loss = DistillLoss.of(found)
+    assert loss == DistillLoss(divergence="js", beta=0.2, temperature=2.0, sft_weight=0.5)
+    assert loss.wants.divergence == Divergence("js", 0.2, 2.0)
+    listed = config(top_logprobs="b", tail="renormalize", temperature=2.0)
+    how = Divergence("forward", temperature=2.0, tail="renormalize")
+    loss = DistillLoss.of(listed)
+    assert (loss.wants.divergence, loss.is_listed, loss.sft_weight) == (how, True, 0.0)
 
 
 @pytest.mark.parametrize(
     ("keys", "has_eval", "says"),
     [
-        ({}, False, "distill.teacher is not set"),
-        ({"top_logprobs": "b"}, True, "eval_top_logprobs is not"),
-        ({"top_logprobs": "b", "eval_top_logprobs": "c"}, False, "data.eval is not"),
-        ({"teacher": "student"}, False, "is the model that trains"),
+        ({}, False, ErrorCode("distill.teacher/distill.top_logprobs")),
+        ({"top_logprobs": "b"}, True, ErrorCode("distill.top_logprobs/distill.eval_top_logprobs")),
+        (
+            {"top_logprobs": "b", "eval_top_logprobs": "c"},
+            False,
+            ErrorCode("distill.eval_top_logprobs/data.eval"),
+        ),
+        ({"teacher": "student"}, False, ErrorCode("distill.teacher/model")),
     ],
 )
 def test_there_is_something_to_learn_from(keys: dict[str, Any], has_eval: bool, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        config(**keys).require_teacher("student", has_eval=has_eval)
+    with refused(says):
+        run_of("student", has_eval=has_eval, **keys)
 
 
 def test_a_tie_to_the_start_is_no_mistake(tmp_path: Path) -> None:
@@ -87,9 +109,9 @@ def test_a_tie_to_the_start_is_no_mistake(tmp_path: Path) -> None:
     same = str(tmp_path / "b" / ".." / "a")
     (tmp_path / "b").mkdir()
     student = str(tmp_path / "a")
-    config(teacher=same, sft_weight=1.0).require_teacher(student, has_eval=True)
-    with pytest.raises(ConfigError, match="is the model that trains"):
-        config(teacher=same).require_teacher(student, has_eval=True)
+    assert run_of(student, teacher=same, sft_weight=1.0).distill.teacher == same
+    with refused(ErrorCode("distill.teacher/model")):
+        run_of(student, teacher=same)
 
 
 def test_a_teacher_of_another_architecture(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A training method is one file: this one registers ``toy`` and finds it in all that derives from METHODS.
 
-Toy is fine-tuning with a generalised cross-entropy (arXiv 1805.07836), sum over targets of (1 - p^q) / q, which
-mislabelled tokens cannot dominate.
+Toy is fine-tuning with a generalized cross-entropy (arXiv 1805.07836), sum over targets of (1 - p^q) / q, which
+mislabeled tokens cannot dominate.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar
 
 import pytest
 from pydantic import Field
-from tests.chat_runs import QUIET, chats, column, save_model, words_of, write_rows
 from tests.docs.pages import config_page, rates_page
+from tests.helpers.chat_runs import QUIET, chats, column, save_model, words_of, write_rows
 
 import taut
 from taut import cli
@@ -24,26 +24,26 @@ from taut.errors import ConfigError
 from taut.losses.loss import Loss, Unit
 from taut.methods import METHODS, commands_for
 from taut.methods.method import RunConfig
-from taut.train.optim import DefaultRates
+from taut.train.settings import DefaultRates
 from taut.types import LossSum, Packed, Scores
 
 
 @dataclass(frozen=True)
-class GeneralisedCrossEntropy(Loss):
+class GeneralizedCrossEntropy(Loss):
     q: float
 
     @property
     def units(self) -> Mapping[str, Unit]:
-        return {"generalised": "token"}
+        return {"generalized": "token"}
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         cost_N = (1 - (self.q * scores.logp_N).exp()) / self.q
-        return LossSum({"generalised": (packed.weight_N.to(cost_N) * cost_N).sum()})
+        return LossSum({"generalized": (packed.weight_N.to(cost_N) * cost_N).sum()})
 
 
 @configclass
 class ToyConfig:
-    """The generalised cross-entropy."""
+    """The generalized cross-entropy."""
 
     q: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Near 0: cross-entropy; 1: one minus the probability."""
@@ -64,7 +64,7 @@ class Toy(RunConfig):
             raise ConfigError("found toy.q=1 with epochs; expected steps; set steps")
 
     def loss(self) -> Loss:
-        return GeneralisedCrossEntropy(self.toy.q)
+        return GeneralizedCrossEntropy(self.toy.q)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import CARRIED, REFUSED, STATEFUL, tiny_model
-from tests.vision_models import FAMILIES, vision_config
+from tests.helpers.tiny_models import CARRIED, REFUSED, STATEFUL, tiny_model
+from tests.helpers.vision_models import FAMILIES, vision_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from taut.errors import ModelError
 from taut.models import architecture, heads
 from taut.models.load import freeze
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
+from taut.models.settings import LoraConfig
 
 ALL = (*CARRIED, *STATEFUL, *REFUSED)
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 
 from taut.errors import ConfigError, ModelError
 from taut.models import compiled_layers
-from taut.models.byte_rows import QuantisedLinear
 from taut.models.compiled_layers import (
     compile_layers,
     require_compiler,
@@ -18,8 +17,10 @@ from taut.models.compiled_layers import (
 from taut.models.compiled_layers import (
     compiled_layers as layers_of,
 )
-from taut.models.lora import LoraConfig, apply_lora
-from taut.models.noise import NoiseConfig, install_noise
+from taut.models.lora.adapters import apply_lora
+from taut.models.noise import install_noise
+from taut.models.quantized.quantized_storage import QuantizedLinear
+from taut.models.settings import LoraConfig, NoiseConfig
 
 CPU = torch.device("cpu")
 
@@ -66,12 +67,12 @@ def test_the_dropout_of_adapters_is_refused() -> None:
     assert not layers_of(model)
 
 
-def test_a_quantised_base_is_refused() -> None:
+def test_a_quantized_base_is_refused() -> None:
     model = tiny_model("llama")
     name = "model.layers.0.mlp.up_proj"
     projection: Any = model.get_submodule(name)
-    model.set_submodule(name, QuantisedLinear(projection, "nf4"))
-    with pytest.raises(ModelError, match=r"quantised base .*up_proj"):
+    model.set_submodule(name, QuantizedLinear(projection, "nf4"))
+    with pytest.raises(ModelError, match=r"quantized base .*up_proj"):
         compile_layers(model, torch.float32)
 
 

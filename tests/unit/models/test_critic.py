@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_critics import (
+from tests.helpers.tiny_critics import (
     BOTH,
     CPU,
     KINDS,
@@ -23,21 +23,23 @@ from tests.tiny_critics import (
     setting_of,
     values_of,
 )
-from tests.tiny_models import parameters_of
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_models import parameters_of
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from taut.data.packing import ALONE, pack
 from taut.models.heads import OwnCritic
 from taut.models.load import quiet_library
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
 from taut.models.precision import compute_context
-from taut.models.reward_model import NewHead, load_reward_model
+from taut.models.reward_model import load_reward_model
 from taut.models.save import saving
 from taut.models.scorer import Scorer
-from taut.rl.critic import CriticConfig, build_critic, save_critic
+from taut.models.settings import LoraConfig, NewHead
+from taut.rl.critic import build_critic, save_critic
+from taut.rl.settings import CriticConfig
 from taut.train import optim, sharded
-from taut.train.optim import OptimConfig
+from taut.train.settings import OptimConfig
 
 HOW: dict[str, Any] = {"stop_ids": [2], "template": None, "dtype": torch.float64}
 

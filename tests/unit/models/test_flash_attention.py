@@ -9,8 +9,8 @@ import torch
 from torch.nn import attention
 from transformers import LlamaConfig
 
-from taut.models import flash_attention
-from taut.models.flash_attention import activate
+from taut.models import attention_backends
+from taut.models.attention_backends import activate_flash_attention
 
 CUDA = torch.device("cuda")
 SMALL = LlamaConfig(hidden_size=512, num_attention_heads=4)
@@ -23,8 +23,8 @@ Patch = pytest.MonkeyPatch
 def activated(monkeypatch: Patch) -> list[str]:
     """What torch was asked to activate; both packages are installed."""
     names: list[str] = []
-    monkeypatch.setattr(flash_attention, "_largest_head", 0)
-    monkeypatch.setattr(flash_attention, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(attention_backends, "_largest_head", 0)
+    monkeypatch.setattr(attention_backends, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(attention, "activate_flash_attention_impl", names.append)
     monkeypatch.setattr(
         attention, "current_flash_attention_impl", lambda: names[-1] if names else None
@@ -43,7 +43,7 @@ def test_each_device_has_the_kernels_made_for_it(
 ) -> None:
     on_device(monkeypatch, major)
     for _ in range(2):  # a second model finds them in place
-        (decision,) = activate("varlen", CUDA, SMALL)
+        (decision,) = activate_flash_attention("varlen", CUDA, SMALL)
         assert decision[:2] == ("attention.flash", number)
     assert activated == ([] if number == "2" else [f"FA{number}"])
 
@@ -51,10 +51,10 @@ def test_each_device_has_the_kernels_made_for_it(
 def test_another_backend_or_device_has_no_such_decision(
     activated: list[str], monkeypatch: Patch
 ) -> None:
-    assert activate("reference", torch.device("cpu"), SMALL) == []
+    assert activate_flash_attention("reference", torch.device("cpu"), SMALL) == []
     for major in (8, 9):
         on_device(monkeypatch, major)
-        assert activate("flex", CUDA, SMALL) == []
+        assert activate_flash_attention("flex", CUDA, SMALL) == []
     assert activated == []
 
 
@@ -64,28 +64,31 @@ def test_a_model_that_they_do_not_take_drives_them_out(
 ) -> None:
     """Its own decoding runs through the same operators, whatever it trains with."""
     on_device(monkeypatch, 10)
-    assert activate("varlen", CUDA, SMALL)[0].value == "4"
-    (decision,) = activate(backend, CUDA, LARGE)
+    assert activate_flash_attention("varlen", CUDA, SMALL)[0].value == "4"
+    (decision,) = activate_flash_attention(backend, CUDA, LARGE)
     assert decision.value == "2" and activated == []
     assert (
         "for all models of this process; FlashAttention 4: heads have size 256" in decision.reason
     )
-    (decision,) = activate("varlen", CUDA, SMALL)
+    (decision,) = activate_flash_attention("varlen", CUDA, SMALL)
     assert decision.value == "2" and "heads have size 256" in decision.reason
 
 
 def test_what_stands_in_the_way_is_in_the_reason(activated: list[str], monkeypatch: Patch) -> None:
     on_device(monkeypatch, 10)
     with monkeypatch.context() as patch:
-        patch.setattr(flash_attention, "find_spec", lambda name: None)
-        assert "flash_attn is not installed" in activate("varlen", CUDA, SMALL)[0].reason
+        patch.setattr(attention_backends, "find_spec", lambda name: None)
+        assert (
+            "flash_attn is not installed"
+            in activate_flash_attention("varlen", CUDA, SMALL)[0].reason
+        )
     with monkeypatch.context() as patch:
         patch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3"])
-        assert "cannot activate it" in activate("varlen", CUDA, SMALL)[0].reason
+        assert "cannot activate it" in activate_flash_attention("varlen", CUDA, SMALL)[0].reason
     with monkeypatch.context() as patch:
         patch.delattr(attention, "list_flash_attention_impls")
-        assert "cannot activate it" in activate("varlen", CUDA, SMALL)[0].reason
-    assert "heads have size 256" in activate("varlen", CUDA, LARGE)[0].reason
+        assert "cannot activate it" in activate_flash_attention("varlen", CUDA, SMALL)[0].reason
+    assert "heads have size 256" in activate_flash_attention("varlen", CUDA, LARGE)[0].reason
     assert activated == []
 
 
@@ -95,6 +98,6 @@ def test_a_package_that_does_not_load_is_told(activated: list[str], monkeypatch:
 
     on_device(monkeypatch, 9)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", broken)
-    (decision,) = activate("varlen", CUDA, SMALL)
+    (decision,) = activate_flash_attention("varlen", CUDA, SMALL)
     assert decision.value == "2"
     assert "flash_attn_interface cannot be used: undefined symbol: x" in decision.reason

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import logits_of, save_tiny, tiny_model
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_models import logits_of, save_tiny, tiny_model
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -392,15 +392,23 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     "an index of a number": (shards(5), "weight_map is no table of file names"),
     "half of the weights": (
         weights(lambda raw: raw[: len(raw) // 2]),
-        "cannot be loaded as a causal",
+        "a file of its weights is cut or damaged; copy or fetch it again",
     ),
-    "no weights": (weights(lambda raw: b""), "cannot be loaded as a causal"),
+    "no weights": (weights(lambda raw: b""), "is cut or damaged"),
     "a header of 2**62 bytes": (
         weights(lambda raw: (2**62).to_bytes(8, "little") + raw[8:]),
         "cannot be loaded as a causal",
     ),
     "a broken zip": (broken_zip, "cannot be loaded as a causal"),
 }
+
+
+@pytest.mark.parametrize("path", ["./nothere", "../nothere", "nothere", "/nothere/x"])
+def test_a_path_to_nothing_is_no_name_at_the_hub(path: str) -> None:
+    with pytest.raises(
+        ModelError, match="does not exist; expected a model directory, or a hub name"
+    ):
+        load.load_config(path)
 
 
 def load_all(directory: Path) -> None:

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny_models import tiny_model
-from tests.tiny_samples import sample
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_samples import sample
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from taut.config import from_mapping
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.errors import ConfigError, ModelError
-from taut.models.lora import LoraConfig, apply_lora
-from taut.models.noise import KeyedDropout, Noise, NoiseConfig, install_noise
+from taut.models.lora.adapters import apply_lora
+from taut.models.noise import KeyedDropout, Noise, install_noise
+from taut.models.settings import LoraConfig, NoiseConfig
 from taut.types import Packed
 
 A, B, C = (sample(name, list(range(3, 3 + n))) for name, n in (("a", 9), ("b", 14), ("c", 5)))

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.tiny_models import tiny_model
-from tests.tiny_samples import sample
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_samples import sample
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut.attention.layout import Layout
-from taut.commands.generate import Generate
+from taut.commands.settings import Generate
 from taut.config import load
 from taut.data.packing import ALONE, pack
 from taut.errors import ConfigError

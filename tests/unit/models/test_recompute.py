@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import CARRIED, LEAKING, STATEFUL, tiny_model
-from tests.tiny_samples import nested_family
+from tests.helpers.tiny_models import CARRIED, LEAKING, STATEFUL, tiny_model
+from tests.helpers.tiny_samples import nested_family
 from torch import Tensor, nn
 
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.errors import ConfigError
 from taut.models import architecture
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.lora.adapters import apply_lora
 from taut.models.recompute import (
-    ActivationCheckpointing,
     Offload,
     Recompute,
     applied,
@@ -23,7 +22,8 @@ from taut.models.recompute import (
     require_possible,
 )
 from taut.models.scorer import Scorer
-from taut.plan.ledger import Ledger
+from taut.models.settings import ActivationCheckpointing, LoraConfig
+from taut.plan.allocations import Allocations
 
 HOWS: tuple[ActivationCheckpointing, ...] = (False, "selective", True, "offload")
 
@@ -39,10 +39,10 @@ def step(
     family = nested_family(90)
     packed = pack(family[:1], ALONE) if name in LEAKING else pack(family, PackPolicy(True, 1))
     scorer = Scorer(model)
-    with Ledger({"weights": [*scorer.parameters(), *scorer.buffers()]}) as ledger:
+    with Allocations({"weights": [*scorer.parameters(), *scorer.buffers()]}) as allocations:
         total = scorer(packed).logp_N.sum()
-        ledger.end_forward()
-    history = ledger.history()
+        allocations.end_forward()
+    history = allocations.history()
     total.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return gradients, int(history.bytes_MP[-1].sum()), model
@@ -120,7 +120,7 @@ def test_what_is_kept_is_counted_and_read_back() -> None:
 @pytest.mark.parametrize(
     ("how", "device", "attention", "compiles", "says"),
     [
-        ("offload", "cpu", "reference", False, "on a CPU: what is kept is in the host's memory"),
+        ("offload", "cpu", "reference", False, "on a CPU, whose memory is the host's"),
         ("selective", "cuda", "flex", False, "selective with attention=flex"),
         ("selective", "cpu", "reference", True, "selective with compile=true"),
         (True, "cpu", "reference", True, None),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tiny_models import FOLLOWING, LEAKING, STATEFUL, tiny_model
+from tests.helpers.tiny_models import FOLLOWING, LEAKING, STATEFUL, tiny_model
 from torch import Tensor, nn
 
 from taut.attention.layout import Layout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_models import save_tiny
+from tests.helpers.tiny_models import save_tiny
 
 from taut.errors import ModelError
 from taut.models import load

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.tiny_models import plain_model, save_tiny
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_models import plain_model, save_tiny
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from taut.data.packing import ALONE, pack
@@ -20,12 +20,14 @@ from taut.models import architecture
 from taut.models.attention_backends import PREFIX, select
 from taut.models.heads import check_head, scalar_head
 from taut.models.load import freeze, load_config, load_model, load_skeleton, quiet_library
-from taut.models.lora import LoraConfig, apply_lora, choose_rows, save_adapter
+from taut.models.lora.adapters import apply_lora, choose_rows
+from taut.models.lora.merge import save_adapter
 from taut.models.precision import compute_context
-from taut.models.reward_model import NewHead, load_reward_model, reward_skeleton
+from taut.models.reward_model import load_reward_model, reward_skeleton
 from taut.models.save import saving
 from taut.models.scorer import Scorer
 from taut.models.self_test import library_scalars, run_self_test
+from taut.models.settings import LoraConfig, NewHead
 from taut.models.tokens import add_tokens, require_trained, untrained_rows
 from taut.types import Sample, Wants
 
@@ -352,7 +354,7 @@ def test_what_is_asked_of_a_language_model_has_an_answer_without_a_head(tmp_path
 def test_the_proofs_are_made_on_the_scalar_head(tmp_path: Path, kind: str) -> None:
     model = open_reward(save_tiny("gemma2", tmp_path, tiny_tokenizer()), NewHead(kind))
     found = run_self_test(Scorer(model), compute_context(torch.float64, CPU), torch.float64, 256)
-    assert max(found.neighbour, found.future, found.head) < 1e-9
+    assert max(found.neighbor, found.future, found.head) < 1e-9
     assert found.num_attention_layers == 2
     rows = samples([0, 3]) if kind == "process" else samples()
     with torch.no_grad(), compute_context(torch.float64, CPU):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.tiny_models import (
+from tests.helpers.tiny_models import (
     CARRIED,
     STATEFUL,
     logits_of,
@@ -20,9 +20,9 @@ from tests.tiny_models import (
     tiny_model,
     with_weights_of,
 )
-from tests.tiny_tokenizers import tiny_tokenizer
-from tests.vision_models import vision_config
-from tests.vision_processors import save_processor
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.vision_models import vision_config
+from tests.helpers.vision_processors import save_processor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -35,9 +35,11 @@ from taut.errors import OutputError
 from taut.models import save, weight_files
 from taut.models.attention_backends import PREFIX
 from taut.models.load import quiet_library
-from taut.models.lora import LoraConfig, apply_lora, plain_groups, plain_skeleton
+from taut.models.lora.adapters import apply_lora
+from taut.models.lora.merge import plain_groups, plain_skeleton
 from taut.models.save import copy_processor, saving
-from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer
+from taut.models.settings import LoraConfig, TokensConfig
+from taut.models.tokens import add_tokens, add_tokens_to_tokenizer
 
 ROWS = 512
 """More than the tiny tokenizer has tokens."""

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.tiny_models import tiny_model
-from tests.tiny_samples import nested_family
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_samples import nested_family
 from torch import Tensor, nn
 
 from taut.attention.layout import Call, Layout
@@ -159,10 +159,10 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none(
     spec.weight.requires_grad_(False)
     spec.bias.requires_grad_(False)
     made: list[scorer.Sums] = []
-    initialise = scorer.Sums.__init__
+    initialize = scorer.Sums.__init__
 
     def record(self: scorer.Sums, *args: object) -> None:
-        initialise(self, *args)  # type: ignore[arg-type]
+        initialize(self, *args)  # type: ignore[arg-type]
         made.append(self)
 
     monkeypatch.setattr(scorer.Sums, "__init__", record)

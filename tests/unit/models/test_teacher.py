@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tests.tiny_models import tiny_model
-from tests.tiny_samples import nested_family
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_samples import nested_family
 from torch import Tensor, nn
 
 from taut.data.packing import ALONE, PackPolicy, pack
@@ -50,8 +50,8 @@ LISTED = {
     "bucket": Divergence("forward"),
     "bucket, reverse": Divergence("reverse"),
     "bucket, js": Divergence("js", beta=0.3),
-    "renormalise": Divergence("forward", tail="renormalise"),
-    "renormalise, warm": Divergence("forward", temperature=2.5, tail="renormalise"),
+    "renormalize": Divergence("forward", tail="renormalize"),
+    "renormalize, warm": Divergence("forward", temperature=2.5, tail="renormalize"),
 }
 
 

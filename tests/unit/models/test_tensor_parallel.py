@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 
 from taut.errors import ModelError
 from taut.models.tensor_parallel import divide_layers

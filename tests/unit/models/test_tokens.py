@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.tiny_models import parameters_of, tiny_model
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.tiny_models import parameters_of, tiny_model
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from taut.errors import ModelError
 from taut.models import architecture, heads
 from taut.models.load import freeze
-from taut.models.lora import LoraConfig, apply_lora, choose_rows
+from taut.models.lora.adapters import apply_lora, choose_rows
+from taut.models.settings import LoraConfig, TokensConfig
 from taut.models.tokens import (
-    TokensConfig,
     add_tokens,
     add_tokens_to_tokenizer,
     require_trained,

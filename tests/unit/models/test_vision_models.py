@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vision_models import tiny_vlm, vision_config
-from tests.vision_samples import Drawn, Handle, Seeing
+from tests.helpers.vision_models import tiny_vlm, vision_config
+from tests.helpers.vision_samples import Drawn, Handle, Seeing
 from transformers import AutoModelForSequenceClassification
 
 from taut.data.packing import pack
@@ -26,10 +26,11 @@ from taut.models.load import (
     quiet_library,
 )
 from taut.models.precision import compute_context
-from taut.models.reward_model import NewHead, load_reward_model
+from taut.models.reward_model import load_reward_model
 from taut.models.save import saving
 from taut.models.scorer import Scorer
 from taut.models.self_test import library_scalars, run_self_test
+from taut.models.settings import NewHead
 from taut.types import Wants
 from taut.vision import tower
 
@@ -73,7 +74,7 @@ def test_the_proofs_hold(qwen: Path) -> None:
     found = run_self_test(
         Scorer(open_model(qwen)), compute_context(torch.float64, CPU), torch.float64, 64
     )
-    assert max(found.neighbour, found.future, found.head) < 1e-12
+    assert max(found.neighbor, found.future, found.head) < 1e-12
     assert (found.num_attention_layers, found.one_sample) == (2, None)
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.configurations import save_configuration
+from tests.helpers.configurations import save_configuration
 
-from taut.commands.plan import Plan, Planned, plan
+from taut.commands.plan import Planned, plan
+from taut.commands.settings import Plan
 from taut.config import from_mapping
 from taut.plan.rates import GPUS
 
@@ -16,7 +17,7 @@ TOKENS = 4096
 CASES: list[tuple[str, str, int, dict[str, Any]]] = [
     ("0.5B", "RTX4090", 1, {}),
     ("0.5B", "L4", 2, {"optim.state": "int8"}),
-    ("8B", "RTX4090", 1, {"lora.rank": 16, "quantise": "nf4", "activation_checkpointing": True}),
+    ("8B", "RTX4090", 1, {"lora.rank": 16, "quantize": "nf4", "activation_checkpointing": True}),
     ("8B", "H100", 8, {"activation_checkpointing": True}),
     ("8B", "H100", 4, {"lora.rank": 16, "parallel.replicas": 2}),
     ("70B", "A100-80GB", 32, {"activation_checkpointing": True, "parallel.replicas": 4}),
@@ -48,7 +49,7 @@ def test_a_step_takes_no_less(
     number, is_full = found.num_parameters, "lora.rank" not in keys
     products = (6 if is_full else 4) * 0.9 * number * tokens  # an embedding is looked up
     assert seconds.total >= products / (sheet.tflops * 1e12)
-    read = 2 * number * (2 if "quantise" not in keys else 0.5) * count
+    read = 2 * number * (2 if "quantize" not in keys else 0.5) * count
     assert seconds.total >= read / (sheet.gb_per_second * 1e9)
     shards = gpus // keys.get("parallel.replicas", 1)
     sent = 2 * 2 * number * (shards - 1) / shards * count

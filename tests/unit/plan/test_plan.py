@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tiny_models import tiny_config
-from tests.tiny_trainers import make
+from tests.helpers.tiny_models import tiny_config
+from tests.helpers.tiny_trainers import make
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -19,18 +19,19 @@ from taut.data.packing import ALONE, pack
 from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig
 from taut.methods.sft import Sft
-from taut.models import byte_rows, products, scorer
-from taut.models.lora import LoraConfig
+from taut.models import scorer
+from taut.models.cpu import cpu_matmul
+from taut.models.quantized import quantized_storage
 from taut.models.scorer import LinearHead
+from taut.models.settings import LoraConfig
 from taut.plan import tracing
-from taut.plan.ledger import PARTS, History, Ledger
+from taut.plan.allocations import PARTS, Allocations, History
 from taut.plan.memory import footprint, measure, measured_parts, predict, predict_steps, stages
 from taut.plan.models import FUSED, Kernels, Sizes
 from taut.plan.rates import GPUS, REPEATS, Rates, Work, calibrate, from_data_sheet
-from taut.plan.steps import without_data, workload
 from taut.plan.tracing import Traced, trace
-from taut.train.checkpoint import CheckpointConfig
-from taut.train.distributed import ParallelConfig
+from taut.plan.workload import without_data, workload
+from taut.train.settings import CheckpointConfig, ParallelConfig
 from taut.types import Packed, Sample
 
 OFFLOADED = ParallelConfig(cpu_offload=True)
@@ -53,17 +54,17 @@ def saved(config: PreTrainedConfig, place: Path, **keys: Any) -> RunConfig:
 
 def test_a_ledger_knows_the_fullest_moment_and_what_was_alive() -> None:
     weight = torch.zeros(10)
-    with Ledger({"weights": [weight]}, vocabulary=7) as ledger:
+    with Allocations({"weights": [weight]}, vocabulary=7) as allocations:
         kept = weight + 1
         view = kept[2:]
         lost = torch.zeros(100)
         logits = torch.zeros(3, 7)
         narrow = weight.to(torch.bfloat16)
         del lost
-        ledger.end_forward()
+        allocations.end_forward()
         after = torch.zeros(5)
     assert view.data_ptr() == kept.data_ptr() + 8
-    assert ledger.history().peak() == {
+    assert allocations.history().peak() == {
         "weights": 40,
         "critic": 0,
         "teacher": 0,
@@ -173,10 +174,10 @@ def test_a_few_layers_tell_of_many(
 
 def test_a_plan_leaves_no_fake_tensors_behind(tmp_path: Path) -> None:
     config = tiny_config("llama")
-    run = saved(config, tmp_path, **{"lora.rank": 2, "quantise": "nf4"})
-    byte_rows.nested_values.cache_clear()
+    run = saved(config, tmp_path, **{"lora.rank": 2, "quantize": "nf4"})
+    quantized_storage.nested_values.cache_clear()
     trace(run, config, REFERENCE._replace(dtype=torch.float32), packed_of(12), is_first=True)
-    assert type(byte_rows.nested_values(torch.device("cpu"))) is Tensor
+    assert type(quantized_storage.nested_values(torch.device("cpu"))) is Tensor
 
 
 def test_layers_that_do_not_come_round_alike_are_all_run(tmp_path: Path) -> None:
@@ -223,13 +224,13 @@ def test_a_gpu_has_more_logits_at_a_time(
 def test_rates_are_measured_on_the_layers_of_a_run_and_on_all_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, linear, rows = tiny_config("llama"), products.linear, list[int]()
+    config, linear, rows = tiny_config("llama"), cpu_matmul.linear, list[int]()
 
     def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows.append(x.shape[1])
         return linear(x, weight, bias)
 
-    monkeypatch.setattr(products, "linear", counted)
+    monkeypatch.setattr(cpu_matmul, "linear", counted)
     packed = packed_of(40, 24)
     rates = calibrate(saved(config, tmp_path), config, REFERENCE, packed, torch.device("cpu"))
     assert rates.per_flop > 0 and rates.per_parameter > 0
@@ -392,11 +393,11 @@ def test_the_pass_that_counts_what_routers_choose_has_no_head(tmp_path: Path) ->
 
 def test_operators_are_counted_views_are_not_and_layers_add_alike(tmp_path: Path) -> None:
     weight = torch.zeros(10)
-    with Ledger({"weights": [weight]}) as ledger:
+    with Allocations({"weights": [weight]}) as allocations:
         made = weight + 1
         made[2:].view(2, 4).mul_(2.0)
         torch.zeros(3)
-    assert ledger.history().operators == 3
+    assert allocations.history().operators == 3
     config = tiny_config("llama")
     config.num_hidden_layers = 12
     run = saved(config, tmp_path / "deep")

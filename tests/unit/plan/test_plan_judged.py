@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.checks.faults.judged import compared, labelled
+from tests.checks.faults.judged import compared, labeled
 from tests.checks.planting import Place
 
-from taut.plan.ledger import PARTS
+from taut.plan.allocations import PARTS
 from taut.plan.memory import measured_parts, predict
 from taut.plan.models import Kernels
-from taut.plan.steps import workload
+from taut.plan.workload import workload
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_bytes_are_those_of_the_live_tensors(
     place = Place(tmp_path, monkeypatch)
     if "reference__model" in keys:
         keys = {"reference__model": str(place.model("llama", num_hidden_layers=3))}
-    rows = labelled() if method == "kto" else compared()
+    rows = labeled() if method == "kto" else compared()
     session = place.session(data=place.data(rows), method=method, **keys)
     run, built = session.run, session.built
     packed = workload(run, session.inputs, 1).largest

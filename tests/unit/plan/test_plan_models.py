@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import judged_runs, online_runs, picture_runs
-from tests.chat_runs import write_rows
-from tests.vision_models import FAMILIES, tiny_vlm
+from tests.helpers import judged_runs, online_runs, picture_runs
+from tests.helpers.chat_runs import write_rows
+from tests.helpers.vision_models import FAMILIES, tiny_vlm
 
-from taut.plan.ledger import PARTS
+from taut.plan.allocations import PARTS
 from taut.plan.memory import measured_parts, predict
 from taut.plan.models import Kernels
-from taut.plan.steps import workload
+from taut.plan.workload import workload
 from taut.run.setup import Built
 
 SLOW: list[tuple[str, str, dict[str, Any]]] = [

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import QUIET, save_model, write_rows
-from tests.online_runs import questions
+from tests.helpers.chat_runs import QUIET, save_model, write_rows
+from tests.helpers.online_runs import questions
 from tests.unit.commands.test_score import save_reward
 
 from taut.config import from_mapping
-from taut.inference.reward_model import JudgeUse, open_judge
+from taut.inference.reward_model import open_judge
+from taut.inference.settings import JudgeUse
 from taut.methods import METHODS
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.precision import DTYPES
-from taut.models.reward_model import NewHead
+from taut.models.settings import NewHead
 from taut.plan.memory import held_tensors, needs, peak_bytes, predict_steps
 from taut.plan.models import FUSED, Kernels
-from taut.plan.rollouts import rollout_of, seconds_of
-from taut.plan.scoring import scoring_of
-from taut.plan.steps import workload
+from taut.plan.rollouts import rollout_of, scoring_of, seconds_of
+from taut.plan.workload import workload
 from taut.run.inputs import load_inputs
 from taut.run.setup import build
 from taut.train import distributed

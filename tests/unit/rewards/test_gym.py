@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from taut.rewards.gym import Gym, plain_eval, rows
-from taut.rewards.verifier import Answered
+from taut.rewards.verifier import RewardInput
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_no_task_of_reasoning_gym_runs_an_answer(tmp_path: Path, task: str, answ
     mark = tmp_path / "mark"
     (row,) = rows(task, 1, seed=1)
     text = answer.format(mark=str(mark))
-    score = Gym()(Answered(text=text, row=row))
+    score = Gym()(RewardInput(text=text, row=row))
     assert score is not None and score < 0.5
     assert not mark.exists()
-    assert Gym()(Answered(text=row["answer"], row=row)) == 1
+    assert Gym()(RewardInput(text=row["answer"], row=row)) == 1

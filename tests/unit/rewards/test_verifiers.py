@@ -10,21 +10,24 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.all_rewards import ALL
 
 from taut.config import describe
 from taut.errors import ConfigError, DataError
-from taut.rewards import REWARDS, Answered, open_panel
+from taut.rewards import RewardInput
 from taut.rewards.numeric import Numeric, read_number
-from taut.rewards.registry import verifier_of
-from taut.rewards.text_match import Contains, ExactMatch, normalise
-from taut.rewards.verifier import Place, Score, Verifier
+from taut.rewards.registry import REWARDS, verifier_of
+from taut.rewards.reward_set import open_rewards
+from taut.rewards.settings import Place
+from taut.rewards.text_match import Contains, ExactMatch, normalize
+from taut.rewards.verifier import Score, Verifier
 from taut.rewards.worker import judged
 
 RIGHT = ("exact_match", "contains", "numeric")
 
 
 def value_of(verifier: Verifier, text: str, references: list[str]) -> float | None:
-    return verifier(Answered(text=text, references=tuple(references)))
+    return verifier(RewardInput(text=text, references=tuple(references)))
 
 
 WORDS = st.text(alphabet="abcxyz0189 .,!?'-", max_size=30)
@@ -43,15 +46,15 @@ WORDS = st.text(alphabet="abcxyz0189 .,!?'-", max_size=30)
         ("a an", "a an"),
     ],
 )
-def test_normalise_drops_case_punctuation_and_articles_but_never_everything(
+def test_normalize_drops_case_punctuation_and_articles_but_never_everything(
     said: str, plain: str
 ) -> None:
-    assert normalise(said) == plain
+    assert normalize(said) == plain
 
 
 @given(WORDS)
-def test_normalise_is_a_projection(text: str) -> None:
-    assert normalise(normalise(text)) == normalise(text)
+def test_normalize_is_a_projection(text: str) -> None:
+    assert normalize(normalize(text)) == normalize(text)
 
 
 @pytest.mark.parametrize(
@@ -199,14 +202,14 @@ def test_a_reference_is_right_by_its_own_measure_and_values_are_0_or_1(
 
 
 def test_what_a_verifier_raises_is_an_error_of_one_answer() -> None:
-    answers = [Answered(text="5", references=(reference,)) for reference in ("5", "five", "6")]
+    answers = [RewardInput(text="5", references=(reference,)) for reference in ("5", "five", "6")]
     scores = [judged("n", Numeric(), answered) for answered in answers]
     assert [score.value for score in scores] == [1.0, None, 0.0]
     assert str(scores[1].error).startswith("DataError: found the reference 'five' without a number")
-    with open_panel(list(RIGHT)) as panel:
-        (verdict,) = panel.grade(answers[:1])
-    assert verdict.parts == dict.fromkeys(RIGHT, Score(1.0))
-    assert verdict.total == 3.0
+    with open_rewards(list(RIGHT)) as reward_set:
+        (reward_result,) = reward_set.grade(answers[:1])
+    assert reward_result.parts == dict.fromkeys(RIGHT, Score(1.0))
+    assert reward_result.total == 3.0
 
 
 LEAST: dict[str, dict[str, Any]] = {
@@ -228,7 +231,7 @@ FULL_MARKS = {"exact_match", "contains", "numeric", "math", "code", "reasoning_g
 """Rewards that give right answers 1."""
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", ALL)
 def test_every_reward_says_where_it_runs_travels_to_a_worker_and_keeps_its_options(
     name: str,
 ) -> None:
@@ -238,7 +241,7 @@ def test_every_reward_says_where_it_runs_travels_to_a_worker_and_keeps_its_optio
     assert verifier.full_marks == (1.0 if name in FULL_MARKS else None), "FULL_MARKS in this file"
     assert verifier.seconds > 0
     assert pickle.loads(pickle.dumps(verifier)) == verifier
-    assert all(row.doc for row in describe(REWARDS[name]))
+    assert all(row.doc for row in describe(type(verifier)))
     with pytest.raises(FrozenInstanceError):
         verifier.other = 1  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=f"in the options of the reward {name}"):

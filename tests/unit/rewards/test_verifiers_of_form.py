@@ -8,20 +8,23 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.refusals import ErrorCode, refused
 
 from taut.config import from_mapping
 from taut.errors import ConfigError
-from taut.rewards import Answered, RewardSpec, files_of, open_panel
-from taut.rewards.code import Code
+from taut.rewards import RewardInput
 from taut.rewards.format import Repetition, Tags
 from taut.rewards.length import LengthCosine, LengthOverlong, LengthTarget, Stop
-from taut.rewards.registry import read_parts
+from taut.rewards.registry import files_of, read_parts
+from taut.rewards.reward_set import open_rewards
+from taut.rewards.settings import RewardSpec
+from taut_tools.sandbox.code import Code
 
 WHOLE = "<think>2 + 2</think>\n<answer>4</answer>\n"
 
 
-def sampled(num_tokens: int, **known: Any) -> Answered:
-    return Answered(text="", num_tokens=num_tokens, **known)
+def sampled(num_tokens: int, **known: Any) -> RewardInput:
+    return RewardInput(text="", num_tokens=num_tokens, **known)
 
 
 @pytest.mark.parametrize(
@@ -41,20 +44,25 @@ def sampled(num_tokens: int, **known: Any) -> Answered:
     ],
 )
 def test_tags_stand_once_in_order_and_alone(text: str, whole: float, partial: float) -> None:
-    assert Tags()(Answered(text=text)) == whole
-    assert Tags(partial=True)(Answered(text=text)) == partial
+    assert Tags()(RewardInput(text=text)) == whole
+    assert Tags(partial=True)(RewardInput(text=text)) == partial
 
 
 def test_the_first_tag_may_be_opened_by_the_prompt() -> None:
     rest = WHOLE.removeprefix("<think>")
-    assert Tags()(Answered(text=rest)) == 0.0
-    assert Tags(is_opened=True)(Answered(text=rest)) == 1.0
-    assert Tags(is_opened=True)(Answered(text=WHOLE)) == 0.0
+    assert Tags()(RewardInput(text=rest)) == 0.0
+    assert Tags(is_opened=True)(RewardInput(text=rest)) == 1.0
+    assert Tags(is_opened=True)(RewardInput(text=WHOLE)) == 0.0
+    assert Tags()(RewardInput(text=rest, opened="<think>")) == 1.0
+    assert Tags(is_opened=True)(RewardInput(text=rest, opened="<think>")) == 1.0
+    assert Tags(partial=True)(RewardInput(text="no end", opened="<think>")) == 0.125
+    assert Tags()(RewardInput(text=WHOLE, opened="<answer>")) == 1.0  # not the first tag
+    assert Tags()(RewardInput(text=WHOLE, opened="<think>")) == 0.0  # twice
 
 
 @given(st.text("<think>/answer 4", max_size=60))
 def test_a_part_of_the_form_is_worth_half_at_most(text: str) -> None:
-    whole, partial = (Tags(partial=it)(Answered(text=text)) for it in (False, True))
+    whole, partial = (Tags(partial=it)(RewardInput(text=text)) for it in (False, True))
     assert partial == 1.0 if whole else partial <= 0.5
 
 
@@ -84,8 +92,8 @@ def test_length_cosine_has_time_needs_and_file_of_the_reward_that_judges() -> No
 
 
 def test_length_is_asked_of_sampled_answers_only() -> None:
-    assert LengthTarget(target=5)(Answered(text="a b c")) is None
-    assert LengthOverlong(max_tokens=5, buffer=5)(Answered(text="a b c")) is None
+    assert LengthTarget(target=5)(RewardInput(text="a b c")) is None
+    assert LengthOverlong(max_tokens=5, buffer=5)(RewardInput(text="a b c")) is None
 
 
 @pytest.mark.parametrize(
@@ -99,15 +107,17 @@ def test_length_is_asked_of_sampled_answers_only() -> None:
     ],
 )
 def test_repetition_is_the_share_of_pairs_there_were_before(text: str, value: float) -> None:
-    assert Repetition(n=2)(Answered(text=text)) == pytest.approx(value)
+    assert Repetition(n=2)(RewardInput(text=text)) == pytest.approx(value)
 
 
 def test_repetition_of_characters() -> None:
-    assert Repetition(n=1, units="characters")(Answered(text="\u54c8\u54c8\u54c8\u54c8")) == -0.75
+    assert (
+        Repetition(n=1, units="characters")(RewardInput(text="\u54c8\u54c8\u54c8\u54c8")) == -0.75
+    )
 
 
 def test_stop() -> None:
-    ends = [Answered(text="", finish_reason=reason) for reason in ("stop", "length")]  # type: ignore[arg-type]
+    ends = [RewardInput(text="", finish_reason=reason) for reason in ("stop", "length")]  # type: ignore[arg-type]
     assert [Stop()(it) for it in ends] == [1.0, 0.0]
     assert [Stop(ended=0, otherwise=-1)(it) for it in ends] == [0.0, -1.0]
 
@@ -128,10 +138,10 @@ def test_a_reward_may_be_shown_a_part_of_an_answer(text: str, inside: float, aft
         RewardSpec(name="exact_match", label="inside", inside="answer"),
         RewardSpec(name="exact_match", label="after", after="</think>"),
     ]
-    with open_panel(specs) as panel:
-        (verdict,) = panel.grade([Answered(text=text, references=("4",))])
-        (bare,) = panel.grade([Answered(text="4", references=("4",))], are_bare=True)
-    assert [score.value for score in verdict.parts.values()] == [inside, after]
+    with open_rewards(specs) as reward_set:
+        (reward_result,) = reward_set.grade([RewardInput(text=text, references=("4",))])
+        (bare,) = reward_set.grade([RewardInput(text="4", references=("4",))], extract=False)
+    assert [score.value for score in reward_result.parts.values()] == [inside, after]
     assert bare.total == 2.0
 
 
@@ -142,30 +152,30 @@ def test_the_conversation_is_cut_as_the_answer_is(mark: dict[str, Any]) -> None:
     turns = [{"role": "assistant", "content": it} for it in ("So?", text)]
     turns.insert(1, {"role": "user", "content": "Yes"})
     (part,) = read_parts([RewardSpec(name="exact_match", **mark)])
-    read = part.read(Answered(text=text, messages=tuple(turns)), is_bare=False)
+    read = part.read(RewardInput(text=text, messages=tuple(turns)), extract=True)
     assert read.text == ("4" if "inside" in mark else "<answer>4</answer>")
     assert read.messages == (*turns[:2], {"role": "assistant", "content": read.text})
-    assert part.read(Answered(text=text), is_bare=False).messages == ()
+    assert part.read(RewardInput(text=text), extract=True).messages == ()
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"name": "format", "options": {"tags": ["a", "a"]}}, "expected names, each once"),
-        ({"name": "length_target"}, "a target or a column"),
+        ({"name": "format", "options": {"tags": ["a", "a"]}}, ErrorCode("format.tags")),
+        ({"name": "length_target"}, ErrorCode("length_target.target/length_target.column")),
         (
             {"name": "length_overlong", "options": {"max_tokens": 5, "buffer": 6}},
-            "no larger buffer",
+            ErrorCode("length_overlong.buffer/length_overlong.max_tokens"),
         ),
         ({"name": "length_overlong", "options": {"max_tokens": 5}}, "buffer"),
         ({"name": "stop", "timeout": 1e7}, "timeout"),
     ],
 )
 def test_options_that_cannot_be(spec: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_panel([from_mapping(RewardSpec, spec)])
+    with refused(message):
+        open_rewards([from_mapping(RewardSpec, spec)])
 
 
 def test_one_part_of_an_answer_is_shown() -> None:
-    with pytest.raises(ConfigError, match="inside=a and after=b"):
+    with pytest.raises(ConfigError, match=r"inside=a with after=b: .*; expected one of the two"):
         from_mapping(RewardSpec, {"name": "math", "inside": "a", "after": "b"})

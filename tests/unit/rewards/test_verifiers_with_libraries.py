@@ -1,4 +1,4 @@
-"""Verifiers that stand on a library, each through a panel: in one worker process, with its time limit."""
+"""Verifiers that stand on a library, each through a reward set: in one worker process, with its time limit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.helpers.refusals import ErrorCode, refused
 
 from taut.config import from_mapping
 from taut.errors import ConfigError
-from taut.rewards import Answered, Panel, PanelConfig, RewardSpec, Score, open_panel
+from taut.rewards import RewardInput, Score
 from taut.rewards.format import _NO_LANGUAGE, JsonSchema, Language
 from taut.rewards.gym import rows
+from taut.rewards.reward_set import RewardSet, open_rewards
+from taut.rewards.settings import GradingConfig, RewardSpec
 
 ENGLISH = "We add the two numbers first, and then we divide what we have found by three."
 GERMAN = "Wir addieren zuerst die beiden Zahlen und teilen dann das Ergebnis durch drei."
@@ -25,7 +28,7 @@ SCHEMA: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def panel() -> Iterator[Panel]:
+def reward_set() -> Iterator[RewardSet]:
     specs: list[str | RewardSpec] = [
         "math",
         RewardSpec(name="math", label="hasty", timeout=0.5),
@@ -39,13 +42,13 @@ def panel() -> Iterator[Panel]:
             name="length_cosine", options={"max_tokens": 100, "judge": "math", "wrong": [-1, 0]}
         ),
     ]
-    with open_panel(specs, PanelConfig(workers=1)) as opened:
+    with open_rewards(specs, GradingConfig(workers=1)) as opened:
         yield opened
 
 
-def said(panel: Panel, label: str, text: str, **known: Any) -> Score:
-    (verdict,) = panel.grade([Answered(text=text, **known)], [label])
-    return verdict.parts[label]
+def said(reward_set: RewardSet, label: str, text: str, **known: Any) -> Score:
+    (reward_result,) = reward_set.grade([RewardInput(text=text, **known)], [label])
+    return reward_result.parts[label]
 
 
 @pytest.mark.parametrize(
@@ -66,36 +69,40 @@ def said(panel: Panel, label: str, text: str, **known: Any) -> Score:
         (r"\boxed{\frac{}", "5", 0.0),
     ],
 )
-def test_math(panel: Panel, text: str, reference: str, value: float) -> None:
-    score = said(panel, "math", text, references=(reference,))
+def test_math(reward_set: RewardSet, text: str, reference: str, value: float) -> None:
+    score = said(reward_set, "math", text, references=(reference,))
     assert score.value == value and (score.reply is None) == (value == 1)
-    assert said(panel, "math", text, references=("12345", reference)).value == value
+    assert said(reward_set, "math", text, references=("12345", reference)).value == value
 
 
 def test_math_without_a_reference_does_not_apply_and_one_that_is_none_is_an_error(
-    panel: Panel,
+    reward_set: RewardSet,
 ) -> None:
-    assert said(panel, "math", "5") == Score()
-    error = said(panel, "math", "5", references=("no idea",)).error
+    assert said(reward_set, "math", "5") == Score()
+    error = said(reward_set, "math", "5", references=("no idea",)).error
     assert error is not None
     assert error.startswith("DataError: found the reference 'no idea', which is no mathematics")
 
 
-def test_only_what_is_boxed_may_be_asked_for(panel: Panel) -> None:
-    assert said(panel, "boxed", r"\boxed{5}", references=("5",)) == Score(1.0)
-    assert said(panel, "boxed", "it is 5", references=("5",)).value == 0.0
+def test_only_what_is_boxed_may_be_asked_for(reward_set: RewardSet) -> None:
+    assert said(reward_set, "boxed", r"\boxed{5}", references=("5",)) == Score(1.0)
+    assert said(reward_set, "boxed", "it is 5", references=("5",)).value == 0.0
     for reference in ("5", "$x^2$", r"\boxed{5}", "[2,5)"):
-        bare = Answered(text=reference, references=(reference,))
-        (verdict,) = panel.grade([bare], ["math", "boxed"], are_bare=True)
-        assert verdict.parts["boxed"] == Score(1.0)
+        bare = RewardInput(text=reference, references=(reference,))
+        (reward_result,) = reward_set.grade([bare], ["math", "boxed"], extract=False)
+        assert reward_result.parts["boxed"] == Score(1.0)
 
 
-def test_math_works_in_any_thread_and_ends_in_time_where_sympy_does_not(panel: Panel) -> None:
+def test_math_works_in_any_thread_and_ends_in_time_where_sympy_does_not(
+    reward_set: RewardSet,
+) -> None:
     found: list[Score] = []
 
     def ask() -> None:
         tower = r"\boxed{9^{9^{9^{9}}}}"
-        found.extend(said(panel, "hasty", text, references=("4",)) for text in (tower, r"$2^2$"))
+        found.extend(
+            said(reward_set, "hasty", text, references=("4",)) for text in (tower, r"$2^2$")
+        )
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -105,26 +112,28 @@ def test_math_works_in_any_thread_and_ends_in_time_where_sympy_does_not(panel: P
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "countdown", "basic_arithmetic"])
-def test_a_task_of_reasoning_gym_knows_its_answer_and_no_other(panel: Panel, task: str) -> None:
+def test_a_task_of_reasoning_gym_knows_its_answer_and_no_other(
+    reward_set: RewardSet, task: str
+) -> None:
     first, second = rows(task, 2, seed=7)
     assert first["prompt"] == [{"role": "user", "content": first["question"]}]
     assert first["id"] != second["id"]
     right = f"<think>hm</think><answer>{first['answer']}</answer>"
-    assert said(panel, "reasoning_gym", right, row=first) == Score(1.0)
+    assert said(reward_set, "reasoning_gym", right, row=first) == Score(1.0)
     for text in (first["answer"], "<answer>nothing</answer>", ""):
-        value = said(panel, "reasoning_gym", text, row=first).value
+        value = said(reward_set, "reasoning_gym", text, row=first).value
         assert value is not None
         assert value < 0.5
     assert list(rows(task, 2, seed=7)) == [first, second]
 
 
 def test_a_row_of_something_else_is_left_out_and_a_task_that_is_not_there_an_error(
-    panel: Panel,
+    reward_set: RewardSet,
 ) -> None:
-    assert said(panel, "reasoning_gym", "5", row={"answer": "5"}) == Score()
+    assert said(reward_set, "reasoning_gym", "5", row={"answer": "5"}) == Score()
     strange = {"question": "", "answer": "", "metadata": {"source_dataset": "chain_sums"}}
     assert "found the task 'chain_sums'" in str(
-        said(panel, "reasoning_gym", "5", row=strange).error
+        said(reward_set, "reasoning_gym", "5", row=strange).error
     )
     with pytest.raises(ConfigError, match="the task 'chain_sums' cannot be made"):
         list(rows("chain_sums", 1, seed=0))
@@ -143,8 +152,8 @@ def test_a_row_of_something_else_is_left_out_and_a_task_that_is_not_there_an_err
         ("", 0.0),
     ],
 )
-def test_json_that_a_schema_allows(panel: Panel, text: str, value: float) -> None:
-    score = said(panel, "json_schema", text)
+def test_json_that_a_schema_allows(reward_set: RewardSet, text: str, value: float) -> None:
+    score = said(reward_set, "json_schema", text)
     assert score.value == value and (score.reply is None) == (value == 1)
 
 
@@ -156,34 +165,34 @@ def test_json_that_a_schema_allows(panel: Panel, text: str, value: float) -> Non
         ('{"n": NaN}', "no JSON: NaN is not JSON"),
     ],
 )
-def test_what_is_wrong_with_json_is_told(panel: Panel, text: str, reply: str) -> None:
-    assert str(said(panel, "json_schema", text).reply).startswith(reply)
+def test_what_is_wrong_with_json_is_told(reward_set: RewardSet, text: str, reply: str) -> None:
+    assert str(said(reward_set, "json_schema", text).reply).startswith(reply)
 
 
 def test_a_number_too_large_for_the_schema_is_no_error() -> None:
-    assert JsonSchema(schema={"multipleOf": 0.01})(Answered(text="1e400")) == 0.0
-    assert JsonSchema(schema={"multipleOf": 0.01})(Answered(text="0.02")) == 1.0
+    assert JsonSchema(schema={"multipleOf": 0.01})(RewardInput(text="1e400")) == 0.0
+    assert JsonSchema(schema={"multipleOf": 0.01})(RewardInput(text="0.02")) == 1.0
 
 
-def test_a_schema_of_the_row_and_json_in_a_block_of_code(panel: Panel) -> None:
+def test_a_schema_of_the_row_and_json_in_a_block_of_code(reward_set: RewardSet) -> None:
     text = 'Here:\n```json\n{"n": 3}\n```\nDone.'
-    assert said(panel, "fenced", text, row={"s": SCHEMA}) == Score(1.0)
-    assert said(panel, "fenced", text, row={"s": '{"type": "array"}'}).value == 0.0
-    assert said(panel, "fenced", '{"n": 3}', row={"s": SCHEMA}).value == 0.0
-    assert said(panel, "fenced", text, row={}) == Score()
-    error = said(panel, "fenced", text, row={"s": {"type": "number?"}}).error
+    assert said(reward_set, "fenced", text, row={"s": SCHEMA}) == Score(1.0)
+    assert said(reward_set, "fenced", text, row={"s": '{"type": "array"}'}).value == 0.0
+    assert said(reward_set, "fenced", '{"n": 3}', row={"s": SCHEMA}).value == 0.0
+    assert said(reward_set, "fenced", text, row={}) == Score()
+    error = said(reward_set, "fenced", text, row={"s": {"type": "number?"}}).error
     assert str(error).startswith("DataError: found a schema that is none")
 
 
-def test_the_share_of_an_answer_in_a_language(panel: Panel) -> None:
-    assert said(panel, "language", ENGLISH) == Score(1.0)
-    assert said(panel, "language", GERMAN) == Score(0.0)
-    mixed = said(panel, "language", f"{ENGLISH}\n{GERMAN}\n$x = {GERMAN}$\n```\n{GERMAN}\n```")
+def test_the_share_of_an_answer_in_a_language(reward_set: RewardSet) -> None:
+    assert said(reward_set, "language", ENGLISH) == Score(1.0)
+    assert said(reward_set, "language", GERMAN) == Score(0.0)
+    mixed = said(reward_set, "language", f"{ENGLISH}\n{GERMAN}\n$x = {GERMAN}$\n```\n{GERMAN}\n```")
     assert mixed.value == pytest.approx(0.5, abs=0.05)
-    assert said(panel, "de", f"{ENGLISH}\n{GERMAN}\n{GERMAN}").value == pytest.approx(
+    assert said(reward_set, "de", f"{ENGLISH}\n{GERMAN}\n{GERMAN}").value == pytest.approx(
         2 / 3, abs=0.05
     )
-    assert said(panel, "language", "$x^2$ = 49") == Score()
+    assert said(reward_set, "language", "$x^2$ = 49") == Score()
 
 
 def test_a_formula_that_nothing_closes_is_not_looked_for_to_the_end() -> None:
@@ -214,9 +223,9 @@ def test_a_language_that_nobody_knows_is_refused() -> None:
     ],
 )
 def test_right_answers_had_better_be_short_and_wrong_ones_long(
-    panel: Panel, text: str, num_tokens: int, value: float
+    reward_set: RewardSet, text: str, num_tokens: int, value: float
 ) -> None:
-    score = said(panel, "length_cosine", text, references=("5",), num_tokens=num_tokens)
+    score = said(reward_set, "length_cosine", text, references=("5",), num_tokens=num_tokens)
     assert score.value == pytest.approx(value, abs=1e-3)
 
 
@@ -224,12 +233,12 @@ def test_right_answers_had_better_be_short_and_wrong_ones_long(
     ("name", "options", "message"),
     [
         ("regex", {"pattern": "("}, "is no regular expression"),
-        ("json_schema", {}, "a schema or a column"),
+        ("json_schema", {}, ErrorCode("json_schema.schema/json_schema.column")),
         ("length_cosine", {"max_tokens": 9, "judge": "stop"}, "found judge=stop"),
         ("json_schema", {"schema": {"type": "number?"}}, "found a schema that is none"),
     ],
 )
 def test_options_that_cannot_be(name: str, options: dict[str, Any], message: str) -> None:
     spec = from_mapping(RewardSpec, {"name": name, "options": options})
-    with pytest.raises(ConfigError, match=message):
-        open_panel([spec], PanelConfig(workers=1))
+    with refused(message):
+        open_rewards([spec], GradingConfig(workers=1))

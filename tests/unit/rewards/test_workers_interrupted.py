@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from taut.rewards import Answered
+from taut.rewards import RewardInput
 from taut.rewards.text_match import Regex
 from taut.rewards.workers import COMMAND
 
@@ -27,15 +27,17 @@ def f(text, row):
 """
 SCRIPT = """\
 import signal, sys
-from taut.rewards import Answered, PanelConfig, open_panel
+from taut.rewards import RewardInput
+from taut.rewards.reward_set import open_rewards
+from taut.rewards.settings import GradingConfig
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have switched it off
 at = sys.argv[1]
 with open(at + "main", "a") as file:
     file.write("x")
-panel = open_panel(at + "own.py:f", PanelConfig(workers=2))
-assert panel.grade([Answered(text="go")])[0].total == 1.0
-panel.grade([Answered(text="wait", row={"at": at})] * 2)
+reward_set = open_rewards(at + "own.py:f", GradingConfig(workers=2))
+assert reward_set.grade([RewardInput(text="go")])[0].total == 1.0
+reward_set.grade([RewardInput(text="wait", row={"at": at})] * 2)
 """
 """It has no ``if __name__ == "__main__"``, and must not be run again by its workers."""
 
@@ -95,7 +97,7 @@ def test_a_worker_that_nobody_ends_ends_by_itself() -> None:
             pass_fds=[theirs.fileno(), held],
         )
         mine.send([("regex", verifier)])
-        mine.send((0, Answered(text="a" * 60 + "b"), 0.0))
+        mine.send((0, [RewardInput(text="a" * 60 + "b")], 0.0))
         assert worker.wait(60) == -signal.SIGPROF
     os.close(held)
     os.close(leash)

@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from taut.data.prompts import PromptRow
+from taut.data.rows.prompts import PromptRow
 from taut.errors import CheckFailed
 from taut.losses.advantages import ESTIMATORS, by_turn
 from taut.losses.policy import Kl, PolicyGradient
 from taut.losses.supervised import CrossEntropy
-from taut.methods.best_of_n import Best, BestOfNConfig
-from taut.methods.gkd import All
-from taut.methods.online_dpo import Pairs
-from taut.rewards.panel import Verdict
+from taut.rewards.reward_set import RewardResult
 from taut.rewards.verifier import Score
 from taut.rl.advantages import (
     Credit,
@@ -27,13 +24,14 @@ from taut.rl.advantages import (
     Gae,
     KlPenalty,
     PolicyCredit,
-    ShapingConfig,
     TrainSample,
     turns_of,
 )
 from taut.rl.conversations import Path
+from taut.rl.credits import AllCredit, BestCredit, PairCredit
 from taut.rl.rollout import Group
 from taut.rl.sampler import Trajectory
+from taut.rl.settings import ShapingConfig
 from taut.types import FinishReason, FloatArray, Tree
 
 PROMPT = np.array([7, 8, 9])
@@ -58,7 +56,7 @@ def paths(rewards: Sequence[Sequence[float]] = REWARDS, **cut: FinishReason) -> 
     return [
         replace(
             trajectory(name, i, i + 2, cut.get(f"{name}{i}", "stop")),
-            verdict=Verdict({"r": Score(value)}, value),
+            reward_result=RewardResult({"r": Score(value)}, value),
         )
         for name, of in zip("abc", rewards, strict=False)
         for i, value in enumerate(of)
@@ -261,8 +259,10 @@ def test_a_turns_reward_is_charged_to_its_turn_and_those_before_it() -> None:
         )
         for path in (trajectory("a", 0, 4), trajectory("a", 1, 4))
     )
-    first = replace(of_turns(first, (1, 1.0), (2, 0.5)), verdict=Verdict({"r": Score(3.5)}, 3.5))
-    second = replace(of_turns(second, (1, 0.0)), verdict=Verdict({"r": Score(0.0)}, 0.0))
+    first = replace(
+        of_turns(first, (1, 1.0), (2, 0.5)), reward_result=RewardResult({"r": Score(3.5)}, 3.5)
+    )
+    second = replace(of_turns(second, (1, 0.0)), reward_result=RewardResult({"r": Score(0.0)}, 0.0))
     every = [first, second]
     assert [turns_of(path)[0].tolist() for path in every] == [[1, 2]] * 2
     for discount, wanted in ((1.0, [1.75, 1.75, 1.25]), (0.0, [1.5, 1.5, 1.25])):
@@ -270,7 +270,9 @@ def test_a_turns_reward_is_charged_to_its_turn_and_those_before_it() -> None:
         given = assign(made, every, said(every))
         assert given.advantages[first.name].tolist() == wanted
         assert given.advantages[second.name].tolist() == [-x for x in wanted]
-    alike = replace(first, index=1, verdict=first.verdict, turn_rewards=((1, 0.5), (2, 1.0)))
+    alike = replace(
+        first, index=1, reward_result=first.reward_result, turn_rewards=((1, 0.5), (2, 1.0))
+    )
     group = Group((first, alike))
     assert not group.has_signal and made.is_useful(group), "equal sums, earned at other turns"
     assert not made.is_useful(Group((first, replace(first, index=1))))
@@ -339,10 +341,12 @@ def test_branches_have_the_advantages_of_their_own_tokens() -> None:
 
 def test_several_rewards_have_the_weights_of_the_configuration() -> None:
     """Two rewards that say the opposite, of weights 1 and 3: the second outweighs the first; the sums are equal."""
-    verdicts = [Verdict({"a": Score(3.0 * a), "b": Score(1.0 - a)}, 3.0) for a in (1.0, 0.0)]
+    reward_results = [
+        RewardResult({"a": Score(3.0 * a), "b": Score(1.0 - a)}, 3.0) for a in (1.0, 0.0)
+    ]
     every = [
-        replace(path, verdict=verdict)
-        for path, verdict in zip(paths([[0.0, 0.0]]), verdicts, strict=True)
+        replace(path, reward_result=reward_result)
+        for path, reward_result in zip(paths([[0.0, 0.0]]), reward_results, strict=True)
     ]
     made = policy(estimate=ESTIMATORS["gdpo"], reward_weights={"b": 3.0})
     assert made.is_useful(groups_of(every)[0]) and not groups_of(every)[0].has_signal
@@ -392,7 +396,7 @@ def fitted(estimate: Gae, every: Sequence[Trajectory], rounds: int) -> FloatArra
         returns = [sample.read_values["return"] for sample in samples]
         for at in range(longest):
             value[at] = np.mean([return_N[at] for return_N in returns if return_N.size > at])
-        value[longest] = value[longest - 1]  # the critic has no target there and generalises
+        value[longest] = value[longest - 1]  # the critic has no target there and generalizes
     return value
 
 
@@ -473,16 +477,16 @@ def test_running_scale_is_of_all_rewards_so_far() -> None:
 
 
 def test_the_best_and_the_worst_are_a_pair() -> None:
-    given = assign(Pairs(CrossEntropy()), paths([[0.2, 0.9, 0.5], [0.5, 0.5]]), {})
+    given = assign(PairCredit(CrossEntropy()), paths([[0.2, 0.9, 0.5], [0.5, 0.5]]), {})
     (tree,) = given.trees
     assert tree.is_atom
     assert [s.values["preference"] for s in tree.samples] == [0.9, 0.2]
     with pytest.raises(CheckFailed, match="pair"):
-        assign(Pairs(CrossEntropy()), paths([[0.5, 0.5]]), {})
+        assign(PairCredit(CrossEntropy()), paths([[0.5, 0.5]]), {})
 
 
 def test_the_best_that_are_good_enough_are_kept() -> None:
-    made = Best(CrossEntropy(), BestOfNConfig(keep=2, min_reward=0.4))
+    made = BestCredit(CrossEntropy(), 2, 0.4, drops_cut=True)
     given = assign(made, paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]]), {})
     (tree,) = given.trees
     assert [s.id for s in tree.samples] == ["a#1 of rollout 1", "a#2 of rollout 1"]
@@ -493,10 +497,10 @@ def test_the_best_that_are_good_enough_are_kept() -> None:
 def test_a_cut_answer_is_no_candidate_of_best_of_n_unless_it_is_asked_for() -> None:
     """Learned as it is, the best of all would teach the model to run on."""
     every = paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]], a1="length", b1="length")
-    made = Best(CrossEntropy(), BestOfNConfig())
+    made = BestCredit(CrossEntropy(), 1, None, drops_cut=True)
     names = [s.id for tree in assign(made, every, {}).trees for s in tree.samples]
     assert names == ["a#2 of rollout 1", "b#2 of rollout 1"]
-    keeping = Best(CrossEntropy(), BestOfNConfig(overlong="keep"))
+    keeping = BestCredit(CrossEntropy(), 1, None, drops_cut=False)
     names = [s.id for tree in assign(keeping, every, {}).trees for s in tree.samples]
     assert names == ["a#1 of rollout 1", "b#1 of rollout 1"]
     cut = paths([[0.9, 0.5]], a0="length", a1="length")
@@ -506,13 +510,13 @@ def test_a_cut_answer_is_no_candidate_of_best_of_n_unless_it_is_asked_for() -> N
         assign(made, cut, {})
     group = Group(tuple(cut))
     assert (made.is_useful(group), keeping.is_useful(group)) == (False, True)
-    good = Best(CrossEntropy(), BestOfNConfig(min_reward=0.6))
+    good = BestCredit(CrossEntropy(), 1, 0.6, drops_cut=True)
     with pytest.raises(CheckFailed, match=r"min_reward=0\.6; the best has 0\.5"):
         assign(good, paths([[0.9, 0.5]], a0="length"), {})
 
 
 def test_all_are_kept_as_they_are() -> None:
-    given = assign(All(CrossEntropy()), paths(), {})
+    given = assign(AllCredit(CrossEntropy()), paths(), {})
     assert [len(tree.samples) for tree in given.trees] == [3, 3]
     assert all(not s.streams for tree in given.trees for s in tree.samples)
 

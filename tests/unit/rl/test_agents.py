@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -17,19 +18,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fake_vllm import FakeServer
+from tests.helpers.fake_vllm import FakeServer
 from tests.unit.rl.test_environment import CALL, Scripted, renderer_of, row_of, world_of
 
-from taut.data.stop_tokens import derive_stop_set
+from taut.data.render.stop_tokens import derive_stop_set
 from taut.errors import ConfigError, UserCodeError
-from taut.inference.engine import Sampling
-from taut.inference.vllm import ServerConfig, ServerEngine
-from taut.rl.environment import EnvironmentConfig, EnvironmentPool
-from taut.rl.environments.agent import Agents, Endpoint, is_function
+from taut.inference.settings import Sampling, ServerConfig
+from taut.inference.vllm import ServerEngine
+from taut.rl.environment import EnvironmentPool
+from taut.rl.environments.agent import Agents, Endpoint
 from taut.rl.environments.chat_endpoint import ChatEndpoint
 from taut.rl.environments.tools import load_tool
-from taut.rl.feed import Feed
+from taut.rl.rollout_queue import RolloutQueue
 from taut.rl.sampler import Trajectory, sample_trajectories
+from taut.rl.settings import AgentConfig, EnvironmentConfig, is_function
 from taut.types import Completion, Prompt
 
 PROGRAM = '''
@@ -211,6 +213,33 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_a_function_may_be_a_coroutine() -> None:
+    async def agent(row: dict[str, Any], endpoint: Endpoint) -> float:
+        chat(endpoint, [user("Well?")])
+        return 0.5
+
+    (trajectory,), _ = run(agent)
+    assert (trajectory.error, trajectory.rewards) == (None, {"environment": 0.5})
+
+
+def test_tools_that_the_template_does_not_write_are_an_error_of_the_trajectory() -> None:
+    pool = world_of(EnvironmentConfig(name="agent:true"), renderer_of("chatml"))
+    (source,) = pool.sources
+    assert isinstance(source, Agents)
+
+    def agent(row: dict[str, Any], endpoint: Endpoint) -> float:
+        chat(endpoint, [user("Well?")], tools=[load_tool("calculator").schema])
+        return 1.0
+
+    source.function = agent
+    with closing(pool):
+        engine = Scripted(pool.bridge.renderer, lambda name, index, turn: "Five.")
+        rows = [row_of(pool.bridge.renderer)]
+        (trajectory,) = sample_trajectories(engine, rows, Sampling(n=1), pool)
+    assert "its last request was refused: tools: the chat template" in str(trajectory.error)
+    assert not engine.drawn
+
+
 def test_what_is_not_in_force_is_refused_with_the_reason() -> None:
     """The trajectory goes on; a refused request is no turn."""
     reasons: list[tuple[int, str]] = []
@@ -270,16 +299,157 @@ if said["content"] == "hang":
     command = f"{sys.executable} {tmp_path}/agent.py {tmp_path}/child"
     began = time.monotonic()
     found, _ = run(
-        command, lambda name, index, turn: "hang" if index == 0 else "go", n=2, timeout=1.5
+        command, lambda name, index, turn: "hang" if index == 0 else "go", n=2, timeout=3.0
     )
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 120
     assert found[0].error == (
-        "the agent did not end: it has taken 1.5 s of its own (rollout.environment.timeout)"
+        "the agent did not end: it has taken 3 s of its own (rollout.environment.timeout)"
     )
     assert found[1].error is None
     child = (tmp_path / "child").read_text()
     state = subprocess.run(["ps", "-o", "stat=", child], capture_output=True, text=True).stdout
     assert state.strip()[:1] in ("", "Z")
+
+
+def test_what_an_agent_prints_is_bounded(tmp_path: Path) -> None:
+    """It is read while the agent runs, and no more than its end is held; a last line beyond that is an error."""
+    (tmp_path / "agent.py").write_text(
+        PROGRAM
+        + """
+ask([user("Go?")])
+for stream in (1, 2):
+    for _ in range(32):
+        os.write(stream, b"x" * 2**20)
+os.write(1, sys.argv[1].encode())
+"""
+    )
+    (found,), _ = run(f"{sys.executable} {tmp_path}/agent.py '\n{{\"reward\": 0.5}}'")
+    assert (found.error, found.rewards) == (None, {"environment": 0.5})
+    (found,), _ = run(f"{sys.executable} {tmp_path}/agent.py '{{\"reward\": 0.5}}'")
+    assert found.error is not None
+    assert "a line of output of over 1,048,576 bytes" in found.error
+
+
+def test_what_an_agent_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    """A child in a session of its own, which keeps the standard streams open: it costs no time."""
+    (tmp_path / "agent.py").write_text(
+        PROGRAM
+        + """
+ask([user("Go?")])
+if os.fork() == 0:
+    os.setsid()
+    open(sys.argv[1], "w").write(str(os.getpid()))
+    time.sleep(600)
+while not os.path.exists(sys.argv[1]) or not open(sys.argv[1]).read():
+    time.sleep(0.01)
+print('{"reward": 1.0}')
+"""
+    )
+    began = time.monotonic()
+    (found,), _ = run(f"{sys.executable} {tmp_path}/agent.py {tmp_path}/child", timeout=120.0)
+    assert (found.error, found.rewards) == (None, {"environment": 1.0})
+    assert time.monotonic() - began < 60
+    child = (tmp_path / "child").read_text()
+    state = subprocess.run(["ps", "-o", "stat=", child], capture_output=True, text=True).stdout
+    assert state.strip()[:1] in ("", "Z")
+
+
+THIEF = """
+import glob
+own = os.environ.get("OPENAI_API_KEY", "")
+ask([user("Go?")])
+if row["goal"] != 5:  # the victim tells its key, and waits
+    open(sys.argv[1] + "/key", "w").write(own)
+    while not os.path.exists(sys.argv[1] + "/done"):
+        time.sleep(0.02)
+else:
+    while not os.path.exists(sys.argv[1] + "/key") or not open(sys.argv[1] + "/key").read():
+        time.sleep(0.02)
+    stolen = os.environ["OPENAI_API_KEY"] = open(sys.argv[1] + "/key").read()
+    found = []
+    for path in glob.glob("/proc/[0-9]*/environ"):
+        try:
+            found.append(stolen in open(path).read())
+        except OSError:
+            pass
+    answer = ask([user("In your name?")])
+    open(sys.argv[1] + "/done", "w").write(json.dumps([answer, any(found)]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_agent_does_not_ask_in_the_name_of_another(tmp_path: Path) -> None:
+    """Not even with the other's key; nor does it see the key in /proc, where it is kept apart."""
+    (tmp_path / "agent.py").write_text(PROGRAM + THIEF)
+    command = f"{sys.executable} {tmp_path}/agent.py {tmp_path}"
+    with opened(command, timeout=60.0) as pool:
+        engine = Scripted(pool.bridge.renderer, lambda name, index, turn: f"Answer {turn}.")
+        rows = [row_of(pool.bridge.renderer, goal=goal, name=str(goal)) for goal in (5, 6)]
+        sample_trajectories(engine, rows, Sampling(n=1), pool)
+        (source,) = pool.sources
+        assert isinstance(source, Agents)
+        is_apart = source.is_apart
+    answer, is_seen = json.loads((tmp_path / "done").read_text())
+    assert answer[0] == 403
+    assert "a process that its agent did not start" in answer[1]
+    assert not (is_apart and is_seen)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_key_is_accepted_from_the_processes_of_its_session() -> None:
+    """Or from all, where the configuration says so; by IPv6's form of the address as well."""
+    with closing(ChatEndpoint()) as endpoint, socket.socket(socket.AF_INET6) as other:
+        session = endpoint.open()
+        own = Endpoint(endpoint.url, session.key)
+        assert reason_of(own, [user("Hi")], model="x")[0] == 400
+        port = int(endpoint.url.split(":")[2].split("/")[0])
+        other.connect(("::ffff:127.0.0.1", port))
+        assert session.is_own(other.getsockname()[1], port)
+        session.owner, session.sockets = 1 << 22, set()
+        assert reason_of(own, [user("Hi")], model="x")[0] == 403
+        endpoint.is_checked = False
+        assert reason_of(own, [user("Hi")], model="x")[0] == 400
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_key_in_a_pipe_is_in_no_environment(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(
+        "import os\nassert 'OPENAI_API_KEY' not in os.environ\n"
+        "os.environ['OPENAI_API_KEY'] = os.read(int(os.environ['OPENAI_API_KEY_FD']), 999).decode()\n"
+        + PROGRAM
+        + "print(json.dumps({'reward': len(ask([user('Go?')])['content'])}))"
+    )
+    command = f"{sys.executable} {tmp_path}/agent.py"
+    (found,), _ = run(command, agent=AgentConfig(key="descriptor"))
+    assert (found.error, found.rewards) == (None, {"environment": len("Answer 0.")})
+
+
+def test_children_of_an_agent_ask_with_its_key(tmp_path: Path) -> None:
+    """In a session of their own, without a parent."""
+    (tmp_path / "agent.py").write_text(
+        PROGRAM
+        + """
+ready, done = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(done, ask([user("Go?")])["content"].encode())
+    os._exit(0)
+os.wait()
+print(json.dumps({"reward": len(os.read(ready, 99))}))
+"""
+    )
+    (found,), _ = run(f"{sys.executable} {tmp_path}/agent.py")
+    assert (found.error, found.rewards) == (None, {"environment": len("Answer 0.")})
+
+
+def test_settings_of_agents_need_an_agent_that_reads_them() -> None:
+    own = EnvironmentConfig(name=f"agent:{__file__}:user", agent=AgentConfig(key="descriptor"))
+    with pytest.raises(ConfigError, match="a function of this process: nothing reads it"):
+        world_of(own, renderer_of())
+    told = r"agent.callers=any with name=tools: nothing reads it; expected name=agent:COMMAND"
+    with pytest.raises(ValueError, match=told):
+        EnvironmentConfig(name="tools", tools=["calculator"], agent=AgentConfig(callers="any"))
 
 
 def test_a_function_that_never_ends_is_left_alone_until_they_are_many() -> None:
@@ -325,9 +495,9 @@ def test_what_an_agent_does_wrong_is_an_error_with_the_reason(tmp_path: Path) ->
         assert found.finish_reason == "error"
         assert reason in str(found.error)
         assert found.num_sampled == (0 if agent in (silent, refused) else len("Answer 0.") + 1)
-    (tmp_path / "agent.py").write_text("import sys; sys.exit('no licence')")
+    (tmp_path / "agent.py").write_text("import sys; sys.exit('no license')")
     (found,), _ = run(f"{sys.executable} {tmp_path}/agent.py")
-    assert found.error == "the agent ended with exit code 1: no licence"
+    assert found.error == "the agent ended with exit code 1: no license"
 
 
 def test_a_reward_of_the_wrong_type_stops_at_the_first() -> None:
@@ -430,7 +600,7 @@ def test_a_server_answers_agents_side_by_side() -> None:
             engine = ServerEngine.open(
                 server.url, ServerConfig(), renderer.tokenizer, stop_ids, 4096
             )
-            with closing(engine), closing(Feed(engine, Sampling(n=2), pool, None)) as feed:
+            with closing(engine), closing(RolloutQueue(engine, Sampling(n=2), pool, None)) as feed:
                 feed.ask(0, row_of(renderer))
                 found = feed.next().trajectories
     assert [trajectory.error for trajectory in found] == [None, None]
@@ -443,7 +613,7 @@ def test_what_is_named_is_found_or_refused(tmp_path: Path) -> None:
     assert not is_function("python a.py:agent x")
     assert not is_function("python a.py")
     assert EnvironmentConfig(name="agent:python a.py --x y:z").code == []
-    assert EnvironmentConfig(name="agent:a.py:run").code == ["a.py:run"]
+    assert EnvironmentConfig(name="agent:a.py:run").code == [Path("a.py")]
     for name, message in (
         ("agent:", "without a command"),
         ("agent:'a", "cannot be split"),

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from tests.unit.rl.test_environment import CALL, renderer_of
 
-from taut.data.messages import Message, read_conversation, read_tools
-from taut.data.stop_tokens import derive_stop_set
-from taut.data.tool_calls import derive_call_format
-from taut.errors import DataError
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import derive_stop_set
+from taut.data.rows.messages import Message, read_conversation, read_tools
+from taut.data.rows.tool_calls import derive_call_format
+from taut.errors import DataError, RenderError
 from taut.rl.conversations import Answer, Conversations, Path
 from taut.rl.environments.tools import load_tool
 from taut.rl.turns import Bridge
@@ -189,3 +191,35 @@ def test_what_cannot_be_asked_is_refused(
     monkeypatch.setattr("taut.rl.conversations.images_of", lambda m: "image" in str(m))
     with pytest.raises(DataError, match=message):
         Asked().ask(messages, ())
+
+
+WITHOUT_TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_tools_that_the_template_does_not_write_are_refused() -> None:
+    bridge = Bridge(renderer_of("chatml"), ())
+    conversations = Conversations(bridge, None)
+    question = [user("Does the calculator know?")]
+    with pytest.raises(RenderError, match=r"tools: the chat template writes no tool calls.*hermes"):
+        conversations.ask(question, TOOLS)
+    assert conversations.ask(question, ()).ids
+    tokenizer = tiny_tokenizer("qwen2.5")
+    tokenizer.chat_template = WITHOUT_TOOLS
+    renderer = Renderer(tokenizer)
+    calling = Conversations(Bridge(renderer, ()), derive_call_format(renderer.template))
+    for _ in range(2):  # also where the question has the tool's name
+        with pytest.raises(RenderError, match=r"does not write the tool 'calculator'"):
+            calling.ask(question, TOOLS)
+    assert calling.ask(question, ()).ids
+
+
+def test_a_call_in_a_thought_is_none_under_a_template_without_thoughts() -> None:
+    asked = Asked("qwen2.5")
+    thought = f"<think>Perhaps {CALL}</think>No."
+    answer = asked.say(thought, [user("Where?")], TOOLS)
+    assert (answer.message["content"], answer.num_calls) == (thought, 0)
+    assert asked.say(f"<think>Hm.</think>{CALL}", [user("What?")], TOOLS).num_calls == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.online_runs import keys_of, make, save_models
+from tests.helpers.online_runs import keys_of, make, save_models
 
 from taut.rl.online import Online, dry_run
 from taut.train.trainer import add_gradients

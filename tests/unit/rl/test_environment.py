@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tiny_tokenizers import QWEN25, tiny_tokenizer
+from tests.helpers.tiny_tokenizers import QWEN25, tiny_tokenizer
 
 from taut.config import from_mapping
-from taut.data.prompts import PromptRow
-from taut.data.render import Renderer
-from taut.data.stop_tokens import derive_stop_set
-from taut.data.tool_calls import ToolCall
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import derive_stop_set
+from taut.data.rows.prompts import PromptRow
+from taut.data.rows.tool_calls import ToolCall
 from taut.errors import CheckFailed, ConfigError, DataError, RenderError, UserCodeError
-from taut.inference.engine import OnDone, Sampling
+from taut.inference.engine import OnDone
+from taut.inference.settings import Sampling
 from taut.rl.environment import (
-    EnvironmentConfig,
     EnvironmentPool,
     Outcome,
     Step,
@@ -32,6 +32,7 @@ from taut.rl.environment import (
 )
 from taut.rl.environments.tools import load_tool
 from taut.rl.sampler import Trajectory, sample_trajectories
+from taut.rl.settings import EnvironmentConfig
 from taut.types import Completion, FinishReason, Prompt
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
@@ -238,7 +239,7 @@ def test_an_environment_that_raises_hangs_or_has_nothing_to_say_is_an_error() ->
         if text == "exit":
             raise SystemExit(1)
         if text == "hang":
-            Event().wait(60)
+            Event().wait(600)
         return {"nan": Step(done=True, reward=float("nan")), "nothing": Step()}.get(
             text, Step(done=True)
         )
@@ -247,7 +248,7 @@ def test_an_environment_that_raises_hangs_or_has_nothing_to_say_is_an_error() ->
     environments = own(step, timeout=0.2)
     began = time.monotonic()
     found = played(environments, lambda name, index, turn: words[index], n=len(words))
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
     reasons = [trajectory.error for trajectory in found]
     assert reasons[:2] == [
         "the environment's step raised KeyError: 'lost'",
@@ -435,14 +436,19 @@ def test_an_environment_that_cannot_be_had_is_refused(
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected at least one"):
+    with pytest.raises(ValueError, match=r"name=tools: .*; expected tools=calculator; set it"):
         EnvironmentConfig(name="tools")
     with pytest.raises(ValueError, match="expected name=tools"):
         EnvironmentConfig(tools=["calculator"])
     for key in ("max_turns", "max_tokens", "timeout", "workers"):
-        with pytest.raises(ValueError, match=f"{key} is 2.* and .*name is not set"):
+        with pytest.raises(
+            ValueError,
+            match=f"{key}=2: nothing reads it; expected name; set it, or leave {key} out",
+        ):
             from_mapping(EnvironmentConfig, {key: 2})
-    with pytest.raises(ValueError, match=r"timeout=16 with the tool python.*expected 17 or more"):
+    with pytest.raises(
+        ValueError, match=r"timeout=16 with tools=.*python.*expected 17 or more; raise timeout"
+    ):
         EnvironmentConfig(name="tools", tools=["python"], timeout=16)
     EnvironmentConfig(name="tools", tools=["python"], timeout=17)
     assert open_environments(EnvironmentConfig(), renderer_of(), ()) is None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,12 @@ import pytest
 from tests.unit.rl.test_environment import Scripted, renderer_of, row_of, world_of
 
 from taut.config import from_mapping
-from taut.data.tool_calls import ToolCall
+from taut.data.rows.tool_calls import ToolCall
 from taut.errors import ConfigError
-from taut.inference.engine import Sampling
-from taut.rl.environment import EnvironmentConfig
+from taut.inference.settings import Sampling
 from taut.rl.environments.tools import Kit, answer, open_tools
 from taut.rl.sampler import Trajectory, joined, sample_trajectories
-from taut.sandbox import HERE
+from taut.rl.settings import HERE, EnvironmentConfig
 
 # -- Gymnasium
 
@@ -134,14 +136,14 @@ def test_what_is_not_in_text_is_refused(
 
 
 def test_options_need_an_environment_that_reads_them() -> None:
-    with pytest.raises(ConfigError, match=r"options has size .*take options out"):
+    with pytest.raises(ConfigError, match=r"options=.*size.*: nothing reads it; expected name="):
         from_mapping(EnvironmentConfig, {"name": "game.py:Game", "options": {"size": 3}})
 
 
 def test_the_users_own_code_is_what_is_no_library() -> None:
     assert EnvironmentConfig(name="gym:taut/Steps-v0").code == []
     tools = ["calculator", "own.py:area", "mcp:python serve.py"]
-    assert EnvironmentConfig(name="tools", tools=tools).code == ["own.py:area"]
+    assert EnvironmentConfig(name="tools", tools=tools).code == [Path("own.py")]
 
 
 def test_a_prompt_that_ends_with_another_role_is_followed() -> None:
@@ -157,7 +159,7 @@ import os, sys, time
 from mcp.server.mcpserver import MCPServer
 
 if "fail" in sys.argv:
-    sys.exit("no licence found")
+    sys.exit("no license found")
 server = MCPServer("sums")
 with open(sys.argv[1], "a") as file:
     file.write(f"{os.getpid()}\\n")
@@ -177,6 +179,24 @@ def sleep() -> str:
     "Sleep."
     time.sleep(60)
     return "awake"
+
+@server.tool()
+def escape() -> int:
+    "Leave a process behind."
+    ready, done = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.write(done, str(os.getpid()).encode())
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    return int(os.read(ready, 99))
+
+@server.tool()
+def told() -> str:
+    "The value of a variable."
+    return os.environ.get("SAID", "")
 
 @server.tool()
 def leave() -> str:
@@ -201,11 +221,19 @@ def result(kit: Kit, name: str, **arguments: Any) -> str:
     return str(answer(kit.functions, ToolCall("call00001", name, arguments))["content"])
 
 
-def test_the_tools_of_a_server_are_called(tmp_path: Path, command: str) -> None:
-    """One process for the whole run; its errors are results, its end is a fault."""
-    kit = open_tools(["calculator", command], HERE, 1.0)
+def test_the_tools_of_a_server_are_called(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process for the whole run; its errors are results, its end is a fault, and that of all it started. A variable
+    of taut's is named in the command, and not written there.
+    """
+    monkeypatch.setenv("TOLD", "from taut")
+    named = command.replace("mcp:env ", "mcp:env SAID=$TOLD ")
+    kit = open_tools(["calculator", named], HERE, 1.0)
     try:
-        assert list(kit.functions) == ["calculator", "add", "fail", "sleep", "leave"]
+        assert list(kit.functions) == [
+            *("calculator", "add", "fail", "sleep", "escape", "told", "leave")
+        ]
         schema = kit.functions["add"].schema["function"]
         assert schema["description"] == "Add two numbers."
         assert schema["parameters"]["required"] == ["left", "right"]
@@ -215,13 +243,71 @@ def test_the_tools_of_a_server_are_called(tmp_path: Path, command: str) -> None:
         assert "Error" in result(kit, "add", left="two")
         assert result(kit, "sleep") == "Error: ToolFault: sleep did not answer within 1 s"
         assert result(kit, "add", left=2, right=4) == "6"
+        assert result(kit, "told") == "from taut"
+        escaped = result(kit, "escape")
         (process,) = (tmp_path / "started").read_text().split()
         with pytest.raises(ConnectionError, match=r"is gone: I leave"):
             result(kit, "leave")
     finally:
         kit.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(process), 0)
+    for number in (process, escaped):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(number), 0)
+    monkeypatch.delenv("TOLD")
+    with pytest.raises(ConfigError, match="names a variable that is not set"):
+        open_tools([named], HERE, 1.0)
+
+
+FLOODS = """
+import os, sys
+sys.stdin.readline()
+stream = int(sys.argv[1])
+for _ in range(64):
+    os.write(stream, b"x" * 2**20)
+sys.exit("\\ntoo much")
+"""
+
+
+@pytest.mark.parametrize(
+    ("stream", "why"), [(1, "a line of its output has over 8,388,608 bytes"), (2, "too much")]
+)
+def test_what_a_server_says_is_bounded(tmp_path: Path, stream: int, why: str) -> None:
+    pytest.importorskip("mcp", reason="the extra mcp is not installed")
+    (tmp_path / "floods.py").write_text(FLOODS)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=why):
+        open_tools([f"mcp:{sys.executable} {tmp_path}/floods.py {stream}"], HERE, 1.0)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kB"
+
+
+@pytest.mark.parametrize("encoding", ["", "gzip"])
+def test_an_answer_from_an_address_is_bounded(encoding: str) -> None:
+    pytest.importorskip("mcp", reason="the extra mcp is not installed")
+    ended = threading.Event()
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            if encoding:
+                self.send_header("Content-Encoding", encoding)
+            self.end_headers()
+            try:
+                while True:
+                    self.wfile.write(b" " * 2**20)
+            except OSError:
+                ended.set()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(ConfigError, match="bytes, uncompressed"):
+                open_tools([f"mcp:http://127.0.0.1:{server.server_port}/mcp"], HERE, 1.0)
+            assert ended.wait(20)
+        finally:
+            server.shutdown()
 
 
 def test_a_server_ends_with_its_tools(tmp_path: Path, command: str) -> None:
@@ -234,7 +320,7 @@ def test_a_server_ends_with_its_tools(tmp_path: Path, command: str) -> None:
 
 @pytest.mark.parametrize(
     ("tail", "message"),
-    [(" fail", "does not list its tools: no licence found"), ("/nowhere", "No such file")],
+    [(" fail", "does not list its tools: no license found"), ("/nowhere", "No such file")],
 )
 def test_a_server_that_does_not_start_is_refused(command: str, tail: str, message: str) -> None:
     spec = f"{command}{tail}" if tail == " fail" else f"mcp:{tail}"

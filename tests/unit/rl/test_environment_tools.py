@@ -1,21 +1,24 @@
-"""Tools: arithmetic without eval, Python in the sandbox, functions of one's own; what they say of bad arguments."""
+"""Tools: arithmetic without eval, functions of one's own; what they say of bad arguments."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from tests.fake_executors import serving
-from transformers.utils.chat_template_utils import get_json_schema
 
-from taut.data.tool_calls import ToolCall
-from taut.errors import ConfigError, EngineError, SandboxError
+from taut.data.rows.tool_calls import ToolCall
+from taut.errors import ConfigError, EngineError, UserCodeError
 from taut.rl.environments import tools
-from taut.rl.environments.tools import ToolFunction, answer, calculator, load_tool, python
-from taut.sandbox import Remote, close_shared
+from taut.rl.environments.tools import ToolFunction, answer, calculator, load_tool
+from taut.rl.settings import TOOL_ENTRY_POINTS, Remote
 
 OWN = '''
 import json
@@ -33,12 +36,6 @@ def area(width: float, height: float = 1.0) -> float:
 def undescribed(x):
     return x
 '''
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _closed() -> Iterator[None]:
-    yield
-    close_shared()
 
 
 @pytest.mark.parametrize(
@@ -104,6 +101,93 @@ def test_a_fault_of_a_tool_is_no_answer() -> None:
         answer(kit, ToolCall("call00000", "broken"))
 
 
+async def awaited(x: int) -> int:
+    return x + 1
+
+
+def generated(x: int) -> Iterator[int]:
+    yield x
+    yield x + 1
+
+
+def endless() -> Iterator[int]:
+    return count()
+
+
+def late(x: int) -> Iterator[int]:
+    yield x
+    raise ValueError("there is no more")
+
+
+class Awaitable:
+    def __await__(self) -> Generator[None, None, str]:
+        yield from ()
+        return "done"
+
+
+class Point(NamedTuple):
+    x: int
+
+
+@dataclass
+class Record:
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "content"),
+    [
+        (awaited, {"x": 1}, "2"),
+        (partial(awaited, 1), {}, "2"),
+        (Awaitable, {}, "done"),
+        (generated, {"x": 1}, "[1, 2]"),
+        (lambda: awaited_items(), {}, "[1, 2]"),
+        (lambda: map(str, [1, 2]), {}, '["1", "2"]'),
+        (lambda: {"a": [1, None, True]}, {}, '{"a": [1, null, true]}'),
+        (lambda: Point(1), {}, "[1]"),
+        (lambda: Record(1), {}, '"Record(x=1)"'),
+        (lambda: Path("a") / "b", {}, '"a/b"'),
+        (lambda: None, {}, "null"),
+        (lambda: datetime(2026, 1, 2), {}, '"2026-01-02 00:00:00"'),
+        (late, {"x": 1}, "Error: ValueError: there is no more"),
+    ],
+)
+def test_what_a_tool_returns_is_awaited_collected_and_json(
+    function: Callable[..., object], arguments: dict[str, object], content: str
+) -> None:
+    kit = {"it": ToolFunction({"type": "function", "function": {"name": "it"}}, function)}
+    assert answer(kit, ToolCall("call00000", "it", arguments))["content"] == content
+
+
+async def awaited_items() -> Iterator[int]:
+    return generated(1)
+
+
+def test_a_generator_without_end_is_cut() -> None:
+    kit = {"it": ToolFunction({"type": "function", "function": {"name": "it"}}, endless)}
+    content = answer(kit, ToolCall("call00000", "it"))["content"]
+    assert content.startswith("[0, 1, 2, ") and content.endswith(" characters more)")
+
+
+class Response:
+    def __repr__(self) -> str:
+        return "<Response [200]>"
+
+
+async def items() -> AsyncIterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), ToolCall, len, awaited, items(), {"a": object()}, [lambda: 1], sys, Response()],
+)
+def test_an_object_that_says_nothing_stops_the_run(value: object) -> None:
+    kit = {"it": ToolFunction({"type": "function", "function": {"name": "it"}}, lambda: value)}
+    with pytest.raises(UserCodeError, match=r"a tool returned .* which says nothing to the policy"):
+        answer(kit, ToolCall("call00000", "it"))
+
+
 def test_a_long_answer_is_shortened() -> None:
     kit = {
         "long": ToolFunction({"type": "function", "function": {"name": "long"}}, lambda: "x" * 5000)
@@ -137,45 +221,41 @@ def test_files_of_one_s_own_may_have_one_name_and_end(tmp_path: Path) -> None:
         file = tmp_path / name / "own.py"
         file.parent.mkdir()
         file.write_text(f"class Game:\n    name = {name!r}\n")
-        found.append(tools.load_own(f"{file}:Game", "key", "class"))
+        found.append(tools.load_own(f"{file}:Game", "key", "class", TOOL_ENTRY_POINTS))
     assert [sys.modules[game.__module__].Game.name for game in found] == ["one", "two"]
     file.write_text("raise SystemExit('enough')")
     with pytest.raises(ConfigError, match="cannot be run: SystemExit: enough"):
-        tools.load_own(f"{file}:Game", "key", "class")
+        tools.load_own(f"{file}:Game", "key", "class", TOOL_ENTRY_POINTS)
 
 
-def test_python_runs_in_the_sandbox() -> None:
-    kit = {"python": load_tool("python")}
+OPENED = '''
+from taut.config import Decision
 
-    def told(code: str) -> str:
-        return str(answer(kit, ToolCall("call00000", "python", {"code": code}))["content"])
+def search(query: str) -> str:
+    """
+    Search for a text.
 
-    assert told("print(sum(range(5)))") == "10\n"
-    assert told("x = 1") == "(nothing was printed)"
-    assert told("print(1)\n1 / 0") == "1\nError: ZeroDivisionError: division by zero"
+    Args:
+        query: The text.
+    """
+    raise AssertionError("it is called as it was opened")
 
+def opened(remote):
+    return (lambda query: f"{query} at {remote.service}"), Decision("index", "small", "it fits")
 
-def test_a_program_that_runs_out_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = tools.run_python("while True: print(1)", limits=tools.LIMITS)
-    assert ran.outcome in tools.ENDS
-    monkeypatch.setattr(
-        tools,
-        "run_python",
-        lambda code, limits, remote: ran._replace(stdout="", outcome="memory"),
-    )
-    assert tools.python("x") == "Error: the program took more than 1024 MB"
+search.open_tool = opened
+'''
 
 
-def test_python_may_run_at_a_service() -> None:
-    with serving("piston") as fake:
-        remote = Remote(service="piston", addresses=(fake.url,), wait_seconds=5.0)
-        tool = load_tool("python", remote)
-        assert tool.schema == get_json_schema(python)
-        assert tool.function(code="print(1 + 1)") == "2\n"
-        assert tool.function(code="1 / 0") == "Error: ZeroDivisionError: division by zero"
-        fake.fault = lambda job: "401"
-        with pytest.raises(SandboxError, match="HTTP 401"):
-            tool.function(code="print(1)")
-        with pytest.raises(SandboxError, match="HTTP 401"):
-            load_tool("python", remote)
-        close_shared()
+def test_a_tool_may_be_opened_with_the_settings_of_a_service_and_is_described_without_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OPENED)
+    remote = Remote(service="piston", addresses=("http://127.0.0.1:9/api",))
+    kit = tools.open_tools(["calculator", f"{file}:search"], remote, 1.0)
+    said = answer(kit.functions, ToolCall("call00000", "search", {"query": "x"}))
+    assert said["content"] == "x at piston"
+    assert kit.decisions == [("index", "small", "it fits")]
+    file.write_text(OPENED.replace("return (lambda", "raise AssertionError; return (lambda"))
+    assert tools.schemas_of([f"{file}:search"], 1.0) == (kit.functions["search"].schema,)

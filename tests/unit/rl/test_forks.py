@@ -10,27 +10,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fake_vllm import FakeServer
+from tests.helpers.fake_vllm import FakeServer
+from tests.helpers.refusals import ErrorCode, refused
 from tests.unit.losses.test_advantages import forest, tree_of
 from tests.unit.rl.test_environment import Scripted, renderer_of, row_of, world_of
 
 from taut.config import from_mapping
-from taut.data.stop_tokens import derive_stop_set
-from taut.data.tool_calls import ToolCall
-from taut.errors import ConfigError, UserCodeError
-from taut.inference.engine import Sampling
-from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.data.render.stop_tokens import derive_stop_set
+from taut.data.rows.tool_calls import ToolCall
+from taut.errors import UserCodeError
+from taut.inference.settings import Sampling, ServerConfig
+from taut.inference.vllm import ServerEngine
 from taut.losses.advantages import ESTIMATORS
 from taut.losses.policy import PolicyGradient
 from taut.methods import METHODS
-from taut.rewards.panel import Verdict
-from taut.rl.advantages import PolicyCredit, ShapingConfig
-from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step
-from taut.rl.feed import Feed
-from taut.rl.forks import ForkConfig
+from taut.rewards.reward_set import RewardResult
+from taut.rl.advantages import PolicyCredit
+from taut.rl.environment import EnvironmentPool, Step
 from taut.rl.monitors import rollout_event
-from taut.rl.rollout import Group, Rollout, RolloutConfig, with_own
+from taut.rl.rollout import Group, Rollout
+from taut.rl.rollout_queue import RolloutQueue
 from taut.rl.sampler import Trajectory, sample_trajectories
+from taut.rl.settings import EnvironmentConfig, ForkConfig, RolloutConfig, ShapingConfig
+from taut.rl.worker import add_environment_rewards
 
 
 @dataclass
@@ -132,7 +134,7 @@ def test_turns_have_the_advantages_of_their_nodes_by_hand() -> None:
     pool = pool_of(turns=[1])
     paths = played(pool, lambda index, turn: [f"{index}", script[index], "end"][turn], 4)
     judged = [
-        replace(path, verdict=Verdict({}, reward))
+        replace(path, reward_result=RewardResult({}, reward))
         for path, reward in zip(paths, [1.0, 0.0, 0.0, 0.0], strict=True)
     ]
     (made,), _ = credit_of().assign([Group(tuple(judged))], {})
@@ -164,7 +166,10 @@ def test_an_early_end_is_all_the_leaves_it_would_have_been() -> None:
     paths = played(pool, script, n=4)
     assert [(path.index, path.num_turns) for path in paths] == [(0, 1), (1, 1), (2, 2), (3, 2)]
     assert [(path.forks, path.num_inherited) for path in paths[:2]] == [((), 0), ((), 4)]
-    judged = tuple(replace(path, verdict=with_own(Verdict({}, None), path)) for path in paths)
+    judged = tuple(
+        replace(path, reward_result=add_environment_rewards(RewardResult({}, None), path))
+        for path in paths
+    )
     assert [path.reward for path in judged] == [1.0, 1.0, 2.0, 2.0]
     config = RolloutConfig(
         n=4,
@@ -190,10 +195,10 @@ def test_at_a_server_paths_fork_as_they_come_to_it() -> None:
         engine = ServerEngine.open(server.url, config, renderer.tokenizer, stop_ids, 4096)
         num_probes = len(server.requests)
 
-        def judge(trajectories: Any) -> list[Verdict]:
-            return [Verdict({}, float(t.index)) for t in trajectories]
+        def judge(trajectories: Any) -> list[RewardResult]:
+            return [RewardResult({}, float(t.index)) for t in trajectories]
 
-        with closing(engine), closing(Feed(engine, Sampling(n=4), pool, judge)) as feed:
+        with closing(engine), closing(RolloutQueue(engine, Sampling(n=4), pool, judge)) as feed:
             feed.ask(0, row)
             group = feed.next()
             assert not feed.is_busy
@@ -245,9 +250,18 @@ def test_a_copy_that_does_not_come_is_an_error_of_all_its_leaves() -> None:
         ({"rollout.fork.turns": [2, 1]}, r"set rollout.fork.turns=\[1, 2\]"),
         ({"rollout.fork.turns": [8]}, "no turn comes after turn 8"),
         ({"rollout.n": 6, "rollout.fork.turns": [1, 2]}, "set rollout.n=8"),
-        ({"rollout.fork.turns": None, "rollout.fork.n": 3}, "fork.turns is not set"),
-        ({"rollout.environment.name": None}, "environment is not set; expected"),
-        ({"rollout.environment.name": "agent:true"}, "has an agent, which branches by itself"),
+        (
+            {"rollout.fork.turns": None, "rollout.fork.n": 3},
+            ErrorCode("rollout.fork.n/rollout.fork.turns"),
+        ),
+        (
+            {"rollout.environment.name": None},
+            ErrorCode("rollout.fork.turns/rollout.environment.name"),
+        ),
+        (
+            {"rollout.environment.name": "agent:true"},
+            "rollout.environment.name=agent:true: an agent branches by itself",
+        ),
         ({"grpo.advantage": "group"}, "grpo.advantage=tree"),
         ({"method": "ppo", "grpo.advantage": None}, "grpo.advantage=tree"),
         (
@@ -277,5 +291,5 @@ def test_keys_that_contradict_are_refused(keys: dict[str, Any], message: str | N
     if message is None:
         assert from_mapping(METHODS["grpo"], given).rollout.fork.leaves == 2  # type: ignore[attr-defined]
         return
-    with pytest.raises(ConfigError, match=message):
+    with refused(message):
         from_mapping(METHODS[given["method"]], given)

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.online_runs import METHODS_KEYS, keys_of, make, save_models
+from tests.helpers.online_runs import METHODS_KEYS, keys_of, make, save_models
 from tests.unit.rl.test_monitors import Log, group, report, told, watched
 
-from taut.commands.train import _stop_check
 from taut.config import describe, from_mapping
 from taut.errors import CheckFailed, ConfigError
 from taut.evals.stopping import Stops
@@ -27,6 +26,7 @@ from taut.rl.monitors import (
     RolloutMonitor,
 )
 from taut.rl.online import Online
+from taut.run.lifecycle import prepare_stop_check
 
 KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 
@@ -79,7 +79,7 @@ def test_every_key_that_a_warning_names_is_one_of_the_method(
     online = built.trainer.source
     assert isinstance(online, Online)
     messages = said_by(online.monitor, method)
-    check = _stop_check(built)
+    check = prepare_stop_check(built)
     cause = Stops(4, 0, 0, 0.9, None, (), is_taught=check.is_taught, remedy=check.remedy).cause
     assert online.monitor.ends_remedy in cause and any(
         online.monitor.ends_remedy in m for m in messages

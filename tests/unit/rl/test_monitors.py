@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.preference_rows import plain_pairs
+from tests.helpers.preference_rows import plain_pairs
 from tests.unit.rl.test_advantages import trajectory
 
 from taut.errors import CheckFailed
 from taut.losses.policy import PolicyGradient
-from taut.rewards.panel import Verdict
+from taut.rewards.reward_set import RewardResult
 from taut.rewards.verifier import Score
 from taut.rl.monitors import (
     BEGINNING,
@@ -30,9 +30,9 @@ from taut.rl.monitors import (
     RECENT,
     WEIGHT,
     RolloutMonitor,
-    RolloutMonitorConfig,
 )
 from taut.rl.rollout import Group
+from taut.rl.settings import RolloutMonitorConfig
 from taut.train.distributed import Ranks
 from taut.train.trainer import StepReport, Trainer
 from taut.types import Scores
@@ -40,8 +40,12 @@ from taut.types import Scores
 
 def group(*totals: float | None, error: str | None = None) -> Group:
     """A path for each number; None: its reward is an error, or does not apply."""
-    verdicts = [Verdict({"r": Score(t, None if t is not None else error)}, t) for t in totals]
-    return Group(tuple(replace(trajectory("a", i, 2), verdict=v) for i, v in enumerate(verdicts)))
+    reward_results = [
+        RewardResult({"r": Score(t, None if t is not None else error)}, t) for t in totals
+    ]
+    return Group(
+        tuple(replace(trajectory("a", i, 2), reward_result=v) for i, v in enumerate(reward_results))
+    )
 
 
 def told(**fields: Any) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def test_roll_outs_without_a_signal_are_counted_in_a_row() -> None:
     log = Log()
     for signal in (0, 1, 0):
         monitor.look(1, told(groups_with_signal=signal), log)
-    with pytest.raises(CheckFailed, match=r"step 9: in the last 2 rollouts .*0\.5 on average"):
+    with pytest.raises(CheckFailed, match=r"step 9: in the last 2 rollouts .*their mean is 0\.5"):
         monitor.look(9, told(groups_with_signal=0), log)
     never = RolloutMonitor(RolloutMonitorConfig(max_without_signal=0))
     for _ in range(30):

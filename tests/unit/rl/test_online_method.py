@@ -11,20 +11,21 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from tests.scripted_engines import FakeEngine
-from tests.unit.rl.test_rollout_groups import Panel, rows
+from tests.helpers.scripted_engines import FakeEngine
+from tests.unit.rl.test_rollout_groups import RewardSet, rows
 
 from taut.data.order import Order
-from taut.data.prompts import PromptSet
+from taut.data.rows.prompts import PromptSet
 from taut.errors import CheckFailed, EngineError, OutOfMemory
 from taut.losses.advantages import ESTIMATORS, Scale
 from taut.losses.policy import PolicyGradient
-from taut.rewards.panel import Verdict
-from taut.rewards.verifier import Answered, Score
-from taut.rl.advantages import PolicyCredit, ShapingConfig
-from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
+from taut.rewards.reward_set import RewardResult
+from taut.rewards.verifier import RewardInput, Score
+from taut.rl.advantages import PolicyCredit
+from taut.rl.monitors import RolloutMonitor
 from taut.rl.online import Online, numbered
-from taut.rl.rollout import RolloutConfig, RolloutWorker
+from taut.rl.settings import RolloutConfig, RolloutMonitorConfig, ShapingConfig
+from taut.rl.worker import RolloutWorker
 from taut.train.distributed import Ranks
 from taut.train.recorder import Recorder
 from taut.train.signals import Interrupts
@@ -52,7 +53,7 @@ class FakeTrainer:
         return [fields["step"] for kind, fields in self.told if kind == "rollout"]
 
 
-def half(one: Answered) -> float:
+def half(one: RewardInput) -> float:
     """A group's answers differ where the prompt's number is even."""
     return float(one.row["i"] % 2 == 0) * int(one.text)
 
@@ -72,7 +73,7 @@ def online(worth: Any = half, monitor: RolloutMonitorConfig | None = None, **key
     )
     prompts = cast(PromptSet, SimpleNamespace(image_store=None))
     engine = FakeEngine(lambda name, index: str(index))
-    worker = RolloutWorker(config, rows(NUM_PROMPTS), engine, Panel(worth), None, 3, ONE)  # type: ignore[arg-type]
+    worker = RolloutWorker(config, rows(NUM_PROMPTS), engine, RewardSet(worth), None, 3, ONE)  # type: ignore[arg-type]
     trainer = cast(Trainer, FakeTrainer())
     return Online(
         config,
@@ -141,7 +142,7 @@ def test_groups_with_a_signal_are_replayed_newest_first() -> None:
     signals = [fields["groups_with_signal"] for fields in told]
     before = np.cumsum([0, *signals])[:5]
     assert [fields["num_replayed"] for fields in told] == np.minimum(before, 3).tolist()
-    versions = [sample.version for sample in method.replayed]
+    versions = [version for version, _ in method.remember()["replayed"]]
     assert versions == sorted(versions, reverse=True) and len(versions) == 3
 
 
@@ -197,12 +198,12 @@ def test_a_roll_out_that_stops_the_run_has_changed_nothing() -> None:
     before = method.credit.remember()
     with pytest.raises(CheckFailed, match="max_without_signal"):
         method.prepare(1)
-    assert method.phase is None and method.replayed == []
+    assert method.phase is None and method.remember()["replayed"] == []
     assert method.credit.remember() == before
     assert isinstance(method.credit, PolicyCredit) and method.credit._scale == Scale()
 
 
-def sometimes(one: Answered) -> float | None:
+def sometimes(one: RewardInput) -> float | None:
     """No reward applies to the prompts of some steps."""
     return None if one.row["i"] in (1, 7, 4, 5) else half(one)
 
@@ -316,8 +317,8 @@ def test_a_roll_out_that_was_trained_on_is_kept() -> None:
 def test_warnings_of_a_roll_out_are_told_again_with_it() -> None:
     keys: dict[str, Any] = {"monitor": RolloutMonitorConfig(max_errors=1.0)}
     whole = online(**keys)
-    panel = cast(Panel, whole.worker.panel)
-    panel.grade = partial(failing, panel.grade)  # type: ignore[method-assign]
+    reward_set = cast(RewardSet, whole.worker.reward_set)
+    reward_set.grade = partial(failing, reward_set.grade)  # type: ignore[method-assign]
     whole.prepare(1)
     trainer_of(whole).done = 1
     whole.prepare(2)
@@ -329,9 +330,9 @@ def test_warnings_of_a_roll_out_are_told_again_with_it() -> None:
     ]
 
 
-def failing(grade: Any, answers: Any) -> list[Verdict]:
+def failing(grade: Any, answers: Any) -> list[RewardResult]:
     """The first answer cannot be judged."""
-    return [Verdict({"worth": Score(error="late")}, None), *grade(answers)[1:]]
+    return [RewardResult({"worth": Score(error="late")}, None), *grade(answers)[1:]]
 
 
 def test_generating_without_memory_left_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from taut.config import first_problem
-from taut.rl.online import KeptTree, decode_tree, encode_tree
+from taut.rl.saved_trees import KeptTree, decode_tree, encode_tree
 from taut.types import Sample, Tree
 
 BOMB = base64.b64encode(zlib.compress(bytes(2**24), 1)).decode()

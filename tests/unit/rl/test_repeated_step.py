@@ -13,11 +13,11 @@ from tests.unit.rl.test_rollout_groups import worker
 from taut.data.order import Order
 from taut.errors import OutOfMemory
 from taut.losses.supervised import CrossEntropy
-from taut.methods.gkd import All
 from taut.rl import online
-from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
+from taut.rl.credits import AllCredit
+from taut.rl.monitors import RolloutMonitor
 from taut.rl.online import Online
-from taut.rl.rollout import RolloutConfig
+from taut.rl.settings import RolloutConfig, RolloutMonitorConfig
 from taut.train.distributed import Ranks
 from taut.train.recorder import Recorder
 
@@ -42,7 +42,7 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
         config,
         None,  # type: ignore[arg-type]
         order,
-        All(CrossEntropy()),
+        AllCredit(CrossEntropy()),
         RolloutMonitor(RolloutMonitorConfig()),
         3,
         get_trainer=lambda: trainer,

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.scripted_engines import FakeEngine
+from tests.helpers.scripted_engines import FakeEngine
 from tests.unit.rl.test_advantages import trajectory
 
 from taut.losses.supervised import CrossEntropy
-from taut.methods.gkd import All
-from taut.rewards.panel import Verdict
+from taut.rewards.reward_set import RewardResult
 from taut.rewards.verifier import Score
 from taut.rl.advantages import TrainSample
-from taut.rl.environment import EnvironmentConfig
+from taut.rl.credits import AllCredit
 from taut.rl.monitors import best_and_worst, logged, push_event, rollout_event
-from taut.rl.rollout import Group, Rollout, RolloutConfig, sample_of
+from taut.rl.rollout import Group, Rollout, sample_of
+from taut.rl.settings import EnvironmentConfig, RolloutConfig
 from taut.types import Tree
 from taut.vision.content import ImageRef
 
@@ -28,13 +28,17 @@ def group(name: str, *rewards: float | None) -> Group:
     trajectories = [
         trajectory(name, i, i + 1, "length" if i == 2 else "stop") for i in range(len(rewards))
     ]
-    verdicts = [
-        Verdict({"r": Score(r), "other": Score()}, r)
+    reward_results = [
+        RewardResult({"r": Score(r), "other": Score()}, r)
         if r is not None
-        else Verdict({"r": Score(error="late")}, None)
+        else RewardResult({"r": Score(error="late")}, None)
         for r in rewards
     ]
-    return Group(tuple(replace(t, verdict=v) for t, v in zip(trajectories, verdicts, strict=True)))
+    return Group(
+        tuple(
+            replace(t, reward_result=v) for t, v in zip(trajectories, reward_results, strict=True)
+        )
+    )
 
 
 def rolled() -> Rollout:
@@ -49,7 +53,7 @@ def event(
     *,
     is_judged: bool = True,
 ) -> dict[str, Any]:
-    samples, metrics = All(CrossEntropy()).assign(found.rewarded, {})
+    samples, metrics = AllCredit(CrossEntropy()).assign(found.rewarded, {})
     how = config or RolloutConfig()
     return rollout_event(found, samples, metrics, version, how, is_judged=is_judged)
 
@@ -71,7 +75,7 @@ def test_everything_that_was_generated_counts() -> None:
 
 def test_paths_that_no_reward_applies_to_are_counted() -> None:
     found = rolled()
-    one = Group((replace(trajectory("d", 0, 2), verdict=Verdict({"r": Score()}, None)),))
+    one = Group((replace(trajectory("d", 0, 2), reward_result=RewardResult({"r": Score()}, None)),))
     found = replace(found, left_out=(*found.left_out, one))
     told = event(found)
     assert (told["without_reward"], told["errors"], told["completions"]) == (1, 1, 8)
@@ -95,7 +99,7 @@ def test_what_nobody_judges_has_no_reward() -> None:
 
 def test_turns_and_calls_of_an_environment() -> None:
     one = replace(trajectory("a", 0, 2), num_turns=3, num_calls=2, num_malformed_calls=1)
-    found = Rollout((Group((replace(one, verdict=Verdict({}, 1.0)),)),))
+    found = Rollout((Group((replace(one, reward_result=RewardResult({}, 1.0)),)),))
     config = RolloutConfig(environment=EnvironmentConfig(name="own.py:Own"))
     told = event(found, 4, config)
     assert (told["turns_mean"], told["calls"], told["malformed_calls"]) == (3, 2, 1)

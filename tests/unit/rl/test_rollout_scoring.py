@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.online_runs import keys_of, make, save_models
+from tests.helpers.online_runs import keys_of, make, save_models
 from tests.unit.rl.test_advantages import trajectory
 from transformers import AutoModelForCausalLM
 

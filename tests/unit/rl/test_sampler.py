@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.scripted_engines import FakeEngine
+from tests.helpers.scripted_engines import FakeEngine
 
-from taut.data.prompts import PromptRow
+from taut.data.rows.prompts import PromptRow
 from taut.errors import DataError
-from taut.inference.engine import Sampling
-from taut.rewards.panel import Verdict
+from taut.inference.settings import Sampling
+from taut.rewards.reward_set import RewardResult
 from taut.rewards.verifier import Score
-from taut.rl.rollout import answered, with_own
 from taut.rl.sampler import sample_trajectories
+from taut.rl.worker import add_environment_rewards, reward_input_of
 
 
 def row(name: str, ids: list[int]) -> PromptRow:
@@ -54,12 +54,12 @@ def test_rewards_are_told_what_was_asked_and_the_path_up_to_its_last_turn() -> N
     (found,) = sample_trajectories(
         FakeEngine(lambda name, index: "Paris"), [row("a", [1])], Sampling()
     )
-    assert answered(found).prompt == found.row.prompt
+    assert reward_input_of(found).prompt == found.row.prompt
     asked: tuple[dict[str, Any], ...] = ({"role": "user", "content": "What did reset say?"},)
     turn = {"role": "assistant", "content": "Paris"}
     told = {"role": "user", "content": "Right."}
     for messages in [(turn,), (turn, told), (turn, told, turn, told, told), ()]:
-        path = answered(replace(found, first_messages=asked, messages=messages))
+        path = reward_input_of(replace(found, first_messages=asked, messages=messages))
         assert path.prompt == asked
         assert path.messages == messages[: 3 if len(messages) > 2 else 1]
 
@@ -69,7 +69,7 @@ def test_an_environments_reward_has_a_name_of_its_own(name: str) -> None:
     (found,) = sample_trajectories(
         FakeEngine(lambda name, index: "Paris"), [row("a", [1])], Sampling()
     )
-    said = Verdict({"numeric": Score(0.0)}, 0.0)
-    assert with_own(said, replace(found, rewards={"own": 1.0})).total == 1.0
+    said = RewardResult({"numeric": Score(0.0)}, 0.0)
+    assert add_environment_rewards(said, replace(found, rewards={"own": 1.0})).total == 1.0
     with pytest.raises(DataError, match=f"a: the environment gives the reward '{name}'"):
-        with_own(said, replace(found, rewards={name: 1.0}))
+        add_environment_rewards(said, replace(found, rewards={name: 1.0}))

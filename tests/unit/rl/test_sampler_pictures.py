@@ -7,22 +7,24 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from tests.helpers.vision_models import vision_config, vision_tokenizer
+from tests.helpers.vision_processors import save_processor
 from tests.unit.rl.test_environment import Scripted
-from tests.vision_models import vision_config, vision_tokenizer
-from tests.vision_processors import save_processor
 
-from taut.data.messages import named
-from taut.data.prompts import PromptRow
-from taut.data.render import Renderer
-from taut.data.stop_tokens import derive_stop_set
-from taut.inference.engine import Sampling
-from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step
+from taut.data.render.render import Renderer
+from taut.data.render.stop_tokens import derive_stop_set
+from taut.data.rows.messages import named
+from taut.data.rows.prompts import PromptRow
+from taut.inference.settings import Sampling
+from taut.rl.environment import EnvironmentPool, Step
 from taut.rl.rollout import sample_of
 from taut.rl.sampler import Trajectory, sample_trajectories
+from taut.rl.settings import EnvironmentConfig
 from taut.rl.turns import Bridge
-from taut.vision.content import ImageRef, ImagesConfig
+from taut.vision.content import ImageRef
 from taut.vision.image_store import ImageStore
 from taut.vision.processors import open_processor
+from taut.vision.settings import ImagesConfig
 
 
 def renderer_of(kind: str, directory: Path) -> Renderer:
@@ -72,13 +74,13 @@ def test_pictures_between_turns_are_where_the_template_has_them(kind: str, tmp_p
     found = played(renderer, asked, said)
     turn = {"role": "assistant", "content": "Go on."}
     ids_T, media = renderer.prompt_media([asked, turn, said])
-    spelt = found.ids_T[: -len(found.text) - 1].tolist()
+    spelled = found.ids_T[: -len(found.text) - 1].tolist()
     first = found.sampled_at_N[0]
-    assert spelt[:first] == ids_T[:first].tolist()
+    assert spelled[:first] == ids_T[:first].tolist()
     after = ids_T.size - media[1].start
     assert [one.picture.digest for one in found.media] == [one.picture.digest for one in media]
-    assert found.media[1].start == len(spelt) - after
-    assert spelt[-after:] == ids_T[-after:].tolist()
+    assert found.media[1].start == len(spelled) - after
+    assert spelled[-after:] == ids_T[-after:].tolist()
     assert sample_of(found).media == found.media
 
 

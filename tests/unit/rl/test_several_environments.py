@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.refusals import ErrorCode, refused
 from tests.unit.rl.test_environment import CALL, Scripted, renderer_of, row_of, world_of
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, DataError
-from taut.inference.engine import Sampling
-from taut.rewards.panel import Verdict
-from taut.rl.environment import EnvironmentConfig
+from taut.inference.settings import Sampling
+from taut.rewards.reward_set import RewardResult
 from taut.rl.monitors import rollout_event
-from taut.rl.rollout import Group, Rollout, RolloutConfig, with_own
+from taut.rl.rollout import Group, Rollout
 from taut.rl.sampler import sample_trajectories
+from taut.rl.settings import EnvironmentConfig, RolloutConfig
+from taut.rl.worker import add_environment_rewards
 
 GAME = """
 from taut.rl.environment import Step
@@ -83,8 +85,8 @@ def test_each_row_is_answered_by_its_own(config: EnvironmentConfig) -> None:
         "sums: 1 rows, game: 2 rows"
     ]
     scored = [
-        replace(sums, verdict=Verdict({}, 1.0)),
-        replace(game, verdict=with_own(Verdict({}, None), game)),
+        replace(sums, reward_result=RewardResult({}, 1.0)),
+        replace(game, reward_result=add_environment_rewards(RewardResult({}, None), game)),
         broken,
     ]
     rollout = Rollout([Group((trajectory,)) for trajectory in scored])
@@ -116,14 +118,14 @@ def test_rows_and_environments_name_each_other(config: EnvironmentConfig) -> Non
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"name": "game.py:Game"}, "take one out"),
-        ({"tools": ["calculator"]}, "expected name=tools"),
-        ({"by_row": {"a": "tools"}}, "tools is empty"),
-        ({"options": {"size": 3}}, "options has size"),
+        ({"name": "game.py:Game"}, ErrorCode("by_row/name")),
+        ({"tools": ["calculator"]}, ErrorCode("tools/name/by_row")),
+        ({"by_row": {"a": "tools"}}, ErrorCode("by_row/tools")),
+        ({"options": {"size": 3}}, ErrorCode("options/name")),
     ],
 )
 def test_keys_that_contradict_are_refused(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with refused(message):
         from_mapping(EnvironmentConfig, {"by_row": {"a": "game.py:Game"}, **keys})
 
 
@@ -131,7 +133,7 @@ def test_code_of_all_is_the_users_own() -> None:
     by_row = {"a": "game.py:Game", "b": "gym:CartPole-v1", "c": "tools"}
     by_row |= {"d": "agent:python other.py", "e": "agent:agent.py:solve"}
     config = EnvironmentConfig(by_row=by_row, tools=["calculator", "own.py:area"])
-    assert config.code == ["agent.py:solve", "game.py:Game", "own.py:area"]
+    assert config.code == [Path("agent.py"), Path("game.py"), Path("own.py")]
     assert config.is_on and len(config.agents) == 2
 
 
@@ -151,7 +153,10 @@ def test_agents_and_environments_answer_their_rows_in_one_run(tmp_path: Path) ->
     assert [path.num_turns for path in (game, once, twice)] == [1, 1, 2]
     assert [path.rewards["environment"] for path in (game, once, twice)] == [4.0, 1.0, 2.0]
     assert len(twice.branches) == 1 and not once.branches
-    judged = [replace(t, verdict=with_own(Verdict({}, None), t)) for t in (game, once, twice)]
+    judged = [
+        replace(t, reward_result=add_environment_rewards(RewardResult({}, None), t))
+        for t in (game, once, twice)
+    ]
     rollout = Rollout([Group((trajectory,)) for trajectory in judged])
     full = RolloutConfig(environment=config)
     event = rollout_event(rollout, [], {}, 3, full, is_judged=True)

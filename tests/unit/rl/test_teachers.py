@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chat_runs import save_model, write_rows
-from tests.online_runs import keys_of, make, questions, save_models
+from tests.helpers.chat_runs import save_model, write_rows
+from tests.helpers.online_runs import keys_of, make, questions, save_models
 from tests.unit.rl.test_advantages import assign, groups_of, paths, policy, said
 from transformers import AutoModelForCausalLM
 
@@ -63,7 +63,7 @@ def scored(made: Built, of: list[Group]) -> tuple[ModelScores, dict[str, float]]
     source = made.trainer.source
     assert isinstance(source, Online)
     scores: ModelScores = {}
-    return scores, source.taught(scores, of, 1)
+    return scores, source.add_teacher_scores(scores, of, 1)
 
 
 def plainly(path: Path, sample: Sample, top: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -227,7 +227,7 @@ def test_grpo_is_taught_at_the_temperature_of_its_rollout(place: Path) -> None:
     assert isinstance(source, Online) and not made.run.is_judged  # type: ignore[attr-defined]
     asked = groups(made)
     scores = score_trees(made.trainer, source.credit.bare(asked), source.credit.wants, (), 1)
-    source.taught(scores, asked, 1)
+    source.add_teacher_scores(scores, asked, 1)
     samples, _ = source.credit.assign(asked, scores)
 
     def logp(path: Path, sample: Sample) -> Any:

@@ -18,9 +18,9 @@ import pytest
 from tests.unit.rl.test_environment import Scripted, renderer_of, row_of, world_of
 
 from taut.errors import ConfigError, DataError
-from taut.inference.engine import Sampling
-from taut.rl.environment import EnvironmentConfig
+from taut.inference.settings import Sampling
 from taut.rl.sampler import Trajectory, sample_trajectories
+from taut.rl.settings import EnvironmentConfig
 
 ASK = '''
 import asyncio, json, os, urllib.request
@@ -216,7 +216,7 @@ def test_an_environment_that_cannot_be_used_is_refused_at_the_start(wanted: Any,
     if name == "asks-twice":
         is_below = "taskset" not in wanted("")
         options = {"compares": True} if is_below else {"agents": ["player", "judge"]}
-        says = "compares the rollouts of a group" if is_below else r"several agents \(player, judge"
+        says = "compares rollouts of a group" if is_below else r"several agents \(player, judge"
     with pytest.raises(ConfigError, match=says):
         world_of(EnvironmentConfig(name=f"verifiers:{name}", options=options), renderer_of())
 

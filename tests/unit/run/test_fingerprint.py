@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.tiny_trainers import make
+from tests.helpers.tiny_trainers import make
 
 from taut.config import describe, from_mapping, to_dict
+from taut.conflicts import default_of
 from taut.errors import ConfigError
 from taut.methods import METHODS
 from taut.run import fingerprint as module
@@ -204,14 +205,14 @@ def test_another_version_of_a_library_that_gives_the_same_samples_is_told_only(
     then = identity(built)
     before = built.inputs.renderer.identity()
     monkeypatch.setattr("taut.run.fingerprint.version", lambda name: "9.9")
-    monkeypatch.setattr("taut.data.chat_template.version", lambda name: "9.9")
-    assert built.inputs.renderer.identity() != before, "tokenised anew"
+    monkeypatch.setattr("taut.data.render.chat_template.version", lambda name: "9.9")
+    assert built.inputs.renderer.identity() != before, "tokenized anew"
     (told,) = require_same(then, identity(built), Path("x")).rounding
     assert told.startswith("environment transformers: ")
 
 
 def test_a_key_of_a_methods_own_that_was_not_there_then_had_its_default() -> None:
-    now = {"config": {"method": "dpo", "dpo": to_dict(METHODS["dpo"].dpo)}}  # type: ignore[attr-defined]
+    now = {"config": {"method": "dpo", "dpo": to_dict(default_of(METHODS["dpo"], "dpo"))}}
     before = json.loads(json.dumps(now))
     del before["config"]["dpo"]["log_entropy"]
     assert require_same(before, now, Path("x")) == ([], [], [])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.chat_runs import PLAIN, chats, events, save_model, sft, write_rows
+from tests.helpers.chat_runs import PLAIN, chats, events, save_model, sft, write_rows
 
 from taut.run import origin as module
 from taut.run.origin import describe, git_state, versions

@@ -13,12 +13,13 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors import safe_open
-from tests.chat_runs import save_model
-from tests.judged_runs import keys_of, make
-from tests.preference_rows import plain_pairs
+from tests.helpers.chat_runs import save_model
+from tests.helpers.judged_runs import keys_of, make
+from tests.helpers.preference_rows import plain_pairs
 
 from taut.errors import ConfigError, OutputError
-from taut.methods.reference import STREAM, Recorded, Start
+from taut.methods.reference import Recorded, Start
+from taut.methods.settings import STREAM
 from taut.run import reference_cache
 from taut.run.reference_cache import keep_reference
 from taut.run.setup import Built
@@ -223,7 +224,9 @@ def test_one_name_for_two_things_is_refused(place: Path) -> None:
     keys = keys_of("dpo", place / "model", place / "run", reference__file=str(place / "two"))
     swapped = {"chosen": "rejected", "rejected": "chosen"}
     keys["data.eval"] = [{"path": keys["data.train"], "columns": swapped}]
-    with pytest.raises(ConfigError, match=r"both read .*pairs\.jsonl, in two ways; expected"):
+    with pytest.raises(
+        ConfigError, match=r"and data.eval read .*pairs\.jsonl in two ways; expected"
+    ):
         keep_reference(make(keys))
     assert not (place / "two").exists()
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import parameters_of
-from tests.tiny_trainers import make
+from tests.helpers.tiny_models import parameters_of
+from tests.helpers.tiny_trainers import make
 
 from taut.errors import OutputError
 from taut.io import files
 from taut.train import sharded
-from taut.train.checkpoint import CheckpointConfig, Checkpoints, find_newest, set_aside
+from taut.train.checkpoint import Checkpoints, find_newest, set_aside
 from taut.train.run_dir import LATEST, MARK, complete
+from taut.train.settings import CheckpointConfig
 from taut.train.trainer import Trainer, train_step
 
 Made = tuple[Trainer, list[dict[str, Any]]]

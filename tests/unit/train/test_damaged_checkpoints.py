@@ -17,16 +17,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.time_limits import time_limit
-from tests.tiny_trainers import make
+from tests.helpers.time_limits import time_limit
+from tests.helpers.tiny_trainers import make
 from tests.unit.train.test_checkpoint import opened
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from taut.errors import OutputError
 from taut.io import files
 from taut.train.checkpoint import Memory, _digest_of, find_newest
-from taut.train.monitors import Divergence, LossMonitorConfig, Spikes, Untouched
+from taut.train.monitors import Divergence, Spikes, Untouched
 from taut.train.run_dir import MARK
+from taut.train.settings import LossMonitorConfig
 from taut.train.trainer import Trainer, train_step
 
 SECONDS = 20

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.tiny_models import tiny_config
+from tests.helpers.forked_processes import run
+from tests.helpers.tiny_models import tiny_config
 from torch import nn
 
 from taut.config import from_mapping
@@ -15,7 +17,8 @@ from taut.errors import ConfigError
 from taut.methods.method import RunConfig
 from taut.run.setup import storage_for
 from taut.train import distributed
-from taut.train.distributed import ParallelConfig, Ranks
+from taut.train.distributed import Ranks
+from taut.train.settings import ParallelConfig
 
 ONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -42,12 +45,12 @@ def test_collectives_of_one_are_the_values() -> None:
         assert [name for name, _ in whole(["bias"])] == ["bias"]
 
 
-def test_muon_and_quantised_bases_are_not_offloaded() -> None:
+def test_muon_and_quantized_bases_are_not_offloaded() -> None:
     keys = {"model": "m", "data.train": "x", "parallel.cpu_offload": True}
     with pytest.raises(ConfigError, match=r"cpu_offload=true with optim\.name=muon"):
         from_mapping(RunConfig, {**keys, "optim.name": "muon"})
-    run = from_mapping(RunConfig, {**keys, "quantise": "nf4", "lora.rank": 2})
-    with pytest.raises(ConfigError, match="cpu_offload=true with a quantised base"):
+    run = from_mapping(RunConfig, {**keys, "quantize": "nf4", "lora.rank": 2})
+    with pytest.raises(ConfigError, match="cpu_offload=true with a quantized base"):
         storage_for(run, tiny_config("llama"), torch.bfloat16, torch.device("cpu"))
 
 
@@ -78,7 +81,7 @@ def test_a_device_that_is_not_there_is_refused(
     ("device", "ranks", "message"),
     [
         ("cudax", "1", "device=cudax is not known"),
-        ("cuda:1", "2", "device=cuda:1 is one device and there are 2 ranks; .*set device=cuda"),
+        ("cuda:1", "2", "device=cuda:1 is one device for 2 ranks; .*set device=cuda"),
         ("cuda:2", "1", "device cuda:2 is wanted and there are 2 CUDA devices"),
     ],
 )
@@ -171,3 +174,70 @@ def test_without_ranks_met_rank_zero_tells(monkeypatch: pytest.MonkeyPatch) -> N
     assert distributed.is_first_to_fail(2, "why")
     monkeypatch.setenv("RANK", "1")
     assert not distributed.is_first_to_fail(2, "why")
+
+
+def test_the_first_ranks_error_is_raised_on_every_rank() -> None:
+    class Two(Ranks):
+        def gather(self, value: object) -> list[object]:
+            return [ConfigError("of the first"), value]
+
+    def fail() -> int:
+        raise ConfigError("of the second")
+
+    two = Two(1, 2, torch.device("cpu"))
+    for act in (fail, lambda: 1):
+        with pytest.raises(ConfigError, match="of the first"):
+            two.run_everywhere(act)
+        with pytest.raises(ConfigError, match="of the first"):
+            two.run_on_writer(act)
+    assert ONE.run_everywhere(lambda: 1) == [ONE.run_on_writer(lambda: 1)] == [1]
+    with pytest.raises(ConfigError, match="of the second"):
+        ONE.run_on_writer(fail)
+
+
+RUNS = """
+from torch import nn
+from taut.errors import OutputError
+from taut.train import distributed
+
+ranks = distributed.start("cpu")
+
+def fail_on(rank):
+    if ranks.rank == rank:
+        raise OutputError(f"no room for {ranks.rank}")
+    return ranks.rank
+
+def fail_with(whole):
+    raise OutputError(f"no {' '.join(name for name, _ in whole({'bias'}))} here")
+
+for act in (
+    lambda: ranks.run_everywhere(lambda: 10 * ranks.rank),
+    lambda: ranks.run_on_writer(lambda: ranks.rank),
+    lambda: distributed.run_with_whole_tensors(
+        nn.Linear(1, 1), ranks, lambda whole: [name for name, _ in whole({"weight"})]
+    ),
+    lambda: ranks.run_everywhere(lambda: fail_on(1)),
+    lambda: ranks.run_on_writer(lambda: fail_on(0)),
+    lambda: distributed.run_with_whole_tensors(nn.Linear(1, 1), ranks, fail_with),
+):
+    try:
+        print(act())
+    except OutputError as error:
+        print(f"{error} ({'; '.join(error.__notes__)})")
+distributed.stop(ranks)
+"""
+
+
+def test_two_processes_have_all_results_and_raise_one_error(tmp_path: Path) -> None:
+    """An act that fails on one rank, or is run on the writer alone, ends alike on both: neither waits for the other."""
+    (tmp_path / "program.py").write_text(RUNS)
+    done = run(tmp_path / "program.py", num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == 2 * [
+        "[0, 10]",
+        "0",
+        "['weight']",
+        "no room for 1 (the error of rank 1, raised on all 2 ranks)",
+        "no room for 0 (the error of rank 0, raised on all 2 ranks)",
+        "no bias here (the error of rank 0, raised on all 2 ranks)",
+    ]

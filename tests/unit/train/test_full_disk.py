@@ -15,19 +15,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.chat_runs import QUIET, chats, save_model, words_of, write_rows
-from tests.tiny_trainers import make
+from tests.helpers.chat_runs import QUIET, chats, save_model, words_of, write_rows
+from tests.helpers.tiny_trainers import make
 
-from taut.commands.generate import Generate, generate
+from taut.commands.generate import generate
+from taut.commands.settings import Generate
 from taut.config import from_mapping
 from taut.errors import OutputError
 from taut.io import temporary
 from taut.run.save import save_best
 from taut.train import sharded
-from taut.train.checkpoint import CheckpointConfig, Checkpoints
+from taut.train.checkpoint import Checkpoints
 from taut.train.distributed import Ranks
 from taut.train.log import EventLog, RunLog, read_events
 from taut.train.run_dir import MARK, Lock, complete
+from taut.train.settings import CheckpointConfig
 
 SAID = "File too large"
 """What the system says past a limit on the size of a file: one error of its kind that needs no disk to be filled."""

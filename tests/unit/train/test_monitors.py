@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import parameters_of
-from tests.tiny_trainers import make
+from tests.helpers.tiny_models import parameters_of
+from tests.helpers.tiny_trainers import make
 from torch import Tensor, nn
 
 from taut.attention.layout import Call, Layout
 from taut.errors import CheckFailed, DivergenceError
-from taut.losses import Loss
+from taut.losses.loss import Loss
 from taut.losses.policy import PolicyGradient
-from taut.losses.preference import Preference
+from taut.losses.preference import DpoLoss
 from taut.losses.supervised import CrossEntropy
 from taut.models import attention_backends
 from taut.train.distributed import Ranks
@@ -28,11 +28,11 @@ from taut.train.monitors import (
     TOLERANCE,
     Divergence,
     FirstStep,
-    LossMonitorConfig,
     Spikes,
     Untouched,
     ids_to_compare,
 )
+from taut.train.settings import LossMonitorConfig
 from taut.train.trainer import StepReport, train_step
 
 
@@ -313,9 +313,9 @@ def test_a_gradient_of_exactly_zero_is_reported_and_then_stops_the_run() -> None
 @pytest.mark.parametrize(
     ("loss", "value", "advantages", "stops"),
     [
-        (Preference(terms=(("hinge", 1.0),)), 0.0, None, False),  # all pairs have their margin
-        (Preference(terms=(("hinge", 1.0),)), 0.4, None, True),
-        (Preference(), 0.0, None, True),  # x is above 100: a thousand nats of log-ratio
+        (DpoLoss(loss="hinge"), 0.0, None, False),  # all pairs have their margin
+        (DpoLoss(loss="hinge"), 0.4, None, True),
+        (DpoLoss(), 0.0, None, True),  # x is above 100: a thousand nats of log-ratio
         (PolicyGradient(), 0.0, 0.0, False),  # all rewards are equal
         (PolicyGradient(), 0.0, 0.5, True),
     ],
@@ -333,6 +333,28 @@ def test_an_advantage_on_another_rank_counts() -> None:
     alarm = Divergence(LossMonitorConfig())
     alarm(StepReport(1, 0.0, {}, 1, 1, 1, [], [], 0.0), trainer)
     assert alarm.zero_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "norms", "advantages", "has_learned"),
+    [
+        (CrossEntropy(), [0.0] * 3, None, False),
+        (CrossEntropy(), [0.0, 1.0, 0.0], None, True),
+        (DpoLoss(loss="hinge"), [0.0] * 3, None, False),  # satisfied from the start
+        (PolicyGradient(), [0.0] * 3, 0.0, False),
+        (PolicyGradient(), [1.0] * 3, 0.0, False),  # of the critic, or of a bonus for entropy
+        (PolicyGradient(), [1.0] * 3, 0.5, True),
+    ],
+)
+def test_a_run_has_learned_something_once_a_step_had_a_gradient(
+    loss: Loss, norms: list[float], advantages: float | None, has_learned: bool
+) -> None:
+    alarm, *_ = follow([0.0] * 3, norms, loss=loss, advantages=advantages)
+    assert alarm.has_learned is has_learned
+    older = {name: value for name, value in alarm.remember().items() if name != "has_learned"}
+    other = Divergence(LossMonitorConfig())
+    other.recall(older)
+    assert other.has_learned, "a checkpoint that does not say is no ground for an alarm"
 
 
 def test_the_loss_of_policy_gradients_has_no_limit() -> None:

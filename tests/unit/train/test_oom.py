@@ -1,4 +1,4 @@
-"""Memory that runs out: recognised, named, let go of; half the budget, once for each time, and again on resume."""
+"""Memory that runs out: recognized, named, let go of; half the budget, once for each time, and again on resume."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tiny_models import parameters_of
-from tests.tiny_samples import nested_family
-from tests.tiny_trainers import Fixed, make, singles
+from tests.helpers.tiny_models import parameters_of
+from tests.helpers.tiny_samples import nested_family
+from tests.helpers.tiny_trainers import Fixed, make, singles
 from torch import Tensor
 
 from taut.config import from_mapping
-from taut.data.batching import BatchConfig
 from taut.data.packing import PackPolicy, pack
+from taut.data.settings import BatchConfig
 from taut.errors import ConfigError, OutOfMemory
-from taut.evals.during import HeldOut
+from taut.evals.training_evals import HeldOut
 from taut.train import trainer as loop
 from taut.train.distributed import Ranks
 from taut.train.oom import Fit, build_fit, is_out_of_memory
@@ -87,7 +87,7 @@ def failure(fit: Fit, **keys: Any) -> OutOfMemory:
 
 
 @pytest.mark.parametrize("name", OUT)
-def test_however_it_is_said_it_is_recognised(name: str) -> None:
+def test_however_it_is_said_it_is_recognized(name: str) -> None:
     with pytest.raises(OutOfMemory, match="step 7: out of memory"):
         attempt(Fit(8192), OUT[name])
 
@@ -230,7 +230,7 @@ def test_a_larger_cut_ahead_does_not_raise_a_smaller_budget() -> None:
     ("ranks", "one_sample", "message"),
     [(2, None, "2 ranks: "), (1, "has state", r"\(has state\): ")],
 )
-def test_halving_that_cannot_be_honoured_is_refused(
+def test_halving_that_cannot_be_honored_is_refused(
     ranks: int, one_sample: str | None, message: str
 ) -> None:
     config = from_mapping(BatchConfig, {"halve_when_out_of_memory": True})

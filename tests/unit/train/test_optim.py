@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 from torch import nn
 
 from taut.config import from_mapping
 from taut.errors import ConfigError
 from taut.train import optim
-from taut.train.optim import OptimConfig, Pace, Rate
+from taut.train.optim import Rate
+from taut.train.settings import OptimConfig, Pace
 
 
 @pytest.mark.parametrize(

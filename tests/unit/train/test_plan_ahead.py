@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny_samples import nested_family
-from tests.tiny_trainers import Fixed, make
+from tests.helpers.tiny_samples import nested_family
+from tests.helpers.tiny_trainers import Fixed, make
 
 from taut.errors import DataError
 from taut.train import trainer as loop
@@ -60,7 +60,7 @@ def test_it_is_planned_after_the_last_backward_and_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, seen = prepared(tmp_path)
-    for name in ("backward", "plan_microbatches", "summarise"):
+    for name in ("backward", "plan_microbatches", "summarize"):
         note(seen, name, monkeypatch)
     run_steps(trainer)
     first = [1, "plan_microbatches", "backward"]
@@ -69,9 +69,9 @@ def test_it_is_planned_after_the_last_backward_and_before_anything_is_read(
         *(
             part
             for step in (2, 3, 4)
-            for part in (step, "plan_microbatches", "summarise", "backward")
+            for part in (step, "plan_microbatches", "summarize", "backward")
         ),
-        "summarise",
+        "summarize",
     ]
     assert not trainer.plans
 
@@ -88,9 +88,9 @@ def test_it_waits_for_weights_that_its_trees_depend_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, seen = prepared(tmp_path, known=(2, 4))
-    note(seen, "summarise", monkeypatch)
+    note(seen, "summarize", monkeypatch)
     run_steps(trainer)
-    assert seen == [1, 2, "summarise", "summarise", 3, 4, "summarise", "summarise"]
+    assert seen == [1, 2, "summarize", "summarize", 3, 4, "summarize", "summarize"]
 
 
 def test_with_another_budget_it_is_planned_again(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.picture_names import Named, illustrated
+from tests.helpers.picture_names import Named, illustrated
 
 from taut.data.batching import Budget
 from taut.data.packing import PackPolicy
-from taut.models.routers import RouterConfig
+from taut.models.settings import RouterConfig
 from taut.train.distributed import Ranks
 from taut.train.trainer import (
     Prefetch,

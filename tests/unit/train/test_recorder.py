@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -13,20 +14,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tests.chat_runs import PLAIN, chats, events, save_model, sft, write_rows
-from tests.online_runs import keys_of, save_models
-from tests.run_directories import recorded_in
-from tests.tiny_samples import nested_family
+from tests.helpers.chat_runs import PLAIN, chats, events, save_model, sft, write_rows
+from tests.helpers.online_runs import keys_of, save_models
+from tests.helpers.run_directories import recorded_in
+from tests.helpers.tiny_samples import nested_family
 from transformers import AutoModelForCausalLM
 
 import taut
 from taut.cli import main
 from taut.commands import show_step
 from taut.data.packing import pack
+from taut.io import tables
 from taut.io.tables import read_tables
 from taut.run.recorded import Recorded, Row, why_unlearned
-from taut.train.log import LogConfig, TokenRecordConfig
 from taut.train.recorder import LEVELS, Recorder, _shared, choose
+from taut.train.settings import LogConfig, TokenRecordConfig
 from taut.train.trainer import StepReport
 
 
@@ -99,6 +101,40 @@ def test_logprobs_are_those_of_the_library_for_the_sample_alone(run: Path) -> No
         assert row["weight_N"] == [1.0] * len(row["logp_N"])
         text = b"".join(vocabulary[index] for index in row["ids_T"]).decode()
         assert text.startswith("<|im_start|>") and "assistant\n" in text
+
+
+@pytest.mark.parametrize(
+    ("written", "method", "times"),
+    [
+        ("write_column", None, 1),
+        ("_Stream", "append", 1),
+        ("_Stream", "sync", 1),
+        ("_seal", None, 0),
+    ],
+)
+def test_a_full_disk_costs_the_records_and_not_the_run(
+    written: str,
+    method: str | None,
+    times: int,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def is_full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    place = getattr(tables, written) if method else tables
+    monkeypatch.setattr(place, method or written, is_full)
+    keys = {"log.tokens.every": 1, "checkpoint.every": 1, "check": "off", "contract.prompts": 0}
+    out = sft(run / "model", run / "rows.jsonl", tmp_path / "out", steps=2, **PLAIN | keys).out
+    told = [event["detail"] for event in events(out, "warning") if event["name"] == "record"]
+    assert len(told) == times and all(
+        "nothing more is recorded: cannot write" in line and "No space left" in line
+        for line in told
+    )
+    assert len(events(out, "step")) == 2 and (out / "model").is_dir()
+    monkeypatch.undo()
+    assert {row["step"] for row in rows_in(out / "tokens/rank-00000")} <= {1, 2}
 
 
 def test_sinks_are_shown_the_texts_of_recorded_samples(run: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from taut.errors import OutputError
+from taut.io import files
 from taut.train import run_dir
 from taut.train.run_dir import MARK, Lock, claim, complete, owner, require_usable
 
@@ -121,6 +123,62 @@ def test_claiming_puts_back_what_was_about_to_be_replaced(tmp_path: Path) -> Non
     claim(out, {}, overwrite=False)
     assert (out / "model" / "weights").read_text() == "old"
     assert sorted(path.name for path in out.iterdir()) == ["model", MARK]
+
+
+NAMES = (
+    *("checkpoints", "checkpoints/step-000002", "checkpoints/latest", "model", "model/x.json"),
+    *("adapter", "best", "critic", "events.jsonl", "tokens", "tokens/rank-00000", "rollouts"),
+    *("rollouts/000001.arrows", "report_id", "tensorboard", "wandb"),
+)
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["to a place", "to nothing"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_link_out_of_a_run_is_refused_and_not_followed(
+    name: str, is_there: bool, tmp_path: Path
+) -> None:
+    out, secret = run_in(tmp_path / "run"), tmp_path / "elsewhere"
+    if is_there:
+        (secret / "deep").mkdir(parents=True)
+        (secret / "deep" / "key").write_text("mine")
+    (out / name).parent.mkdir(exist_ok=True)
+    shutil.rmtree(out / name, ignore_errors=True)
+    (out / name).symlink_to(secret)
+    with pytest.raises(OutputError, match=r"is a link to .*elsewhere, outside of .*; expected"):
+        usable(out, resume=True)
+    usable(out, overwrite=True)
+    claim(out, {}, overwrite=True)  # the link goes, what it leads to stays
+    assert not os.path.lexists(out / name)
+    assert secret.exists() == is_there
+    assert not is_there or (secret / "deep" / "key").read_text() == "mine"
+
+
+def test_a_link_within_a_run_and_one_to_the_run_are_taken(tmp_path: Path) -> None:
+    out = run_in(tmp_path / "run")
+    (out / "wandb").mkdir()
+    (out / "wandb" / "latest").symlink_to("run-1")
+    (out / "data").symlink_to(tmp_path)  # no file of the run's
+    (tmp_path / "latest").symlink_to(out)
+    usable(tmp_path / "latest", resume=True)
+
+
+@pytest.mark.parametrize("end", ["old", "partial", "gone.partial"])
+@pytest.mark.parametrize("name", ["checkpoints", "model", "rollouts"])
+def test_what_a_killed_writer_left_is_no_link(name: str, end: str, tmp_path: Path) -> None:
+    out, secret = run_in(tmp_path / "run"), tmp_path / "elsewhere"
+    secret.mkdir()
+    (secret / "key").write_text("mine")
+    shutil.rmtree(out / name, ignore_errors=True)
+    (out / f".{name}.{end}").symlink_to(secret)
+    claim(out, {}, overwrite=False)
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        {"model", MARK} - ({"model"} if name == "model" else set())
+    )
+    (out / f".{name}.{end}").symlink_to(secret)  # planted while the run goes on
+    with files.replacing_directory(out / name) as partial:
+        (partial / "file").write_text("new")
+    files.remove_directory(out / name)
+    assert [path.name for path in secret.iterdir()] == ["key"]
 
 
 HOLDER = """

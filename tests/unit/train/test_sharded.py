@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_trainers import make
+from tests.helpers.tiny_trainers import make
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from taut.errors import OutputError
 from taut.train import distributed, sharded
 from taut.train.distributed import Ranks
-from taut.train.optim import OptimConfig, build_optimizer
+from taut.train.optim import build_optimizer
+from taut.train.settings import OptimConfig
 
 ONE = Ranks(0, 1, torch.device("cpu"))
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.preference_rows import ONE, plain_pairs
+from tests.helpers.preference_rows import ONE, plain_pairs
 from torch import Tensor
 
-from taut.losses import Loss
+from taut.losses.loss import Loss
 from taut.train.distributed import Ranks
 from taut.train.step_statistics import Sums, attach_statistics, compute_statistics
 from taut.types import LossSum, Packed, Scores

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import parameters_of
-from tests.tiny_samples import nested_family
-from tests.tiny_trainers import Fixed, make, singles
+from tests.helpers.tiny_models import parameters_of
+from tests.helpers.tiny_samples import nested_family
+from tests.helpers.tiny_trainers import Fixed, make, singles
 from torch import Tensor
 
 from taut.data.packing import pack
 from taut.errors import NonFiniteError
-from taut.evals.during import HeldOut
-from taut.losses import Loss, Unit
+from taut.evals.training_evals import HeldOut
+from taut.losses.loss import Loss, Unit
 from taut.losses.supervised import CrossEntropy
 from taut.train import trainer as loop
 from taut.train.distributed import Ranks
@@ -269,13 +269,13 @@ def test_an_interrupted_step_is_none_that_monitors_remember(
     seen: list[int] = []
     trainer.monitors = [lambda report, trainer: seen.append(report.step)]
 
-    summarise = loop.summarise
+    summarize = loop.summarize
 
     def with_signal(*given: Any) -> loop.StepReport:
         trainer.interrupts.notice(signal.SIGTERM, None)
-        return summarise(*given)
+        return summarize(*given)
 
-    monkeypatch.setattr(loop, "summarise", with_signal)
+    monkeypatch.setattr(loop, "summarize", with_signal)
     with pytest.raises(Interrupt):
         train_step(trainer, 1)
     assert not seen

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tests.broken_servers import answers, redirects, repeats, serving
+from tests.helpers.broken_servers import answers, redirects, repeats, serving
 from transformers.image_utils import load_image
 
 from taut.errors import DataError, PictureError
 from taut.io import http
 from taut.vision import content as fetch
-from taut.vision.content import FORMATS, ImageRef, ImagesConfig, decode, encoded, read_file
+from taut.vision.content import FORMATS, ImageRef, decode, encoded, read_file
+from taut.vision.settings import ImagesConfig
 
 IMAGES = ImagesConfig()
 NOISE = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)

@@ -6,6 +6,7 @@ import os
 import time
 from io import BytesIO
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from PIL import Image
 
 from taut.errors import PictureError
 from taut.vision import decoder, decoding
-from taut.vision.content import Frame, ImageRef, ImagesConfig, frames_of, png_of
+from taut.vision.content import Frame, ImageRef, frames_of, png_of
+from taut.vision.settings import ImagesConfig
 
 IMAGES = ImagesConfig()
 GREYS = [Image.new("RGB", (16, 16), (20 * number,) * 3) for number in range(10)]
@@ -174,7 +176,7 @@ def test_one_of_many_large_frames_is_refused_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(PictureError, match="has 200 frames of 8,000 x 8,000 pixels; expected"):
         frames_of(film, 2, 64, "d:1", IMAGES)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_one_that_takes_long_is_given_up() -> None:
@@ -183,11 +185,11 @@ def test_one_that_takes_long_is_given_up() -> None:
     whole = held.getvalue()
     begin = whole.index(b"\x2c")
     film = ImageRef("bytes", whole[:begin] + whole[begin:-1] * 100 + b";")
-    began = time.monotonic()
+    began = sum(getrusage(RUSAGE_CHILDREN)[:2])
     found = r"^d:1: the video .* takes longer than 0.3 s .*data\.images\.limit_video_seconds"
     with pytest.raises(PictureError, match=found):
         frames_of(film, 2, 64, "d:1", ImagesConfig(limit_video_seconds=0.3))
-    assert time.monotonic() - began < 2
+    assert sum(getrusage(RUSAGE_CHILDREN)[:2]) - began < 2, "CPU time of what was ended"
 
 
 def test_a_play_list_is_not_followed(tmp_path: Path) -> None:

@@ -16,17 +16,19 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from io import BytesIO
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from taut.errors import DataError, PictureError
-from taut.io import helper
+from taut.io import worker_process
 from taut.vision import content as picture
 from taut.vision import decoding
-from taut.vision.content import ImagesConfig, decode, decoded_size, mime_type
+from taut.vision.content import decode, decoded_size, mime_type
 from taut.vision.decoder import num_scans
+from taut.vision.settings import ImagesConfig
 
 IMAGES = ImagesConfig()
 
@@ -76,8 +78,13 @@ class TestScans:
         began = time.monotonic()
         with pytest.raises(PictureError, match=r"the picture x is a JPEG of 30\d scans; expected"):
             decode(content, "x", IMAGES)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         assert decode(many_scans(9, 50), "x", IMAGES).size == (9, 9)
+
+
+def seconds_of_children() -> float:
+    """CPU time of processes that have ended."""
+    return sum(getrusage(RUSAGE_CHILDREN)[:2])
 
 
 @pytest.mark.parametrize(
@@ -88,11 +95,11 @@ class TestScans:
 def test_what_takes_long_is_given_up(content: Callable[[], bytes]) -> None:
     made = content()
     decode(encoded("PNG"), "y", IMAGES)
-    began = time.monotonic()
+    began = seconds_of_children()
     found = r"the picture x takes longer than 0\.3 s to decode; .* data\.images\.limit_seconds"
     with pytest.raises(PictureError, match=found):
         decode(made, "x", ImagesConfig(limit_seconds=0.3))
-    assert time.monotonic() - began < 2
+    assert seconds_of_children() - began < 2
     assert decode(encoded("PNG"), "y", IMAGES).size == (9, 9)
 
 
@@ -126,7 +133,7 @@ def test_a_decoder_that_the_system_kills() -> None:
     def kill() -> None:
         end = time.monotonic() + 30
         while time.monotonic() < end:
-            for held in helper._live - others:
+            for held in worker_process._live - others:
                 process = held.process
                 if process is not None and _seconds(process.pid) > 0.3:
                     process.send_signal(signal.SIGKILL)
@@ -134,10 +141,10 @@ def test_a_decoder_that_the_system_kills() -> None:
             time.sleep(0.02)
 
     decoding.end_all()
-    others = set(helper._live)  # such as the process of limited functions
+    others = set(worker_process._live)  # such as the process of limited functions
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(DataError, match="was killed, as the system does") as error:
+    with pytest.raises(DataError, match="was killed, as when memory runs out") as error:
         decode(content, "x", IMAGES)
     thread.join()
     assert not isinstance(error.value, PictureError)
@@ -151,7 +158,7 @@ def test_a_forked_process_has_decoders_of_its_own() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child has not
         child = os.fork()
     if not child:
-        is_fine = not helper._live and decode(encoded("PNG"), "x", IMAGES).size == (9, 9)
+        is_fine = not worker_process._live and decode(encoded("PNG"), "x", IMAGES).size == (9, 9)
         decoding.end_all()
         os._exit(0 if is_fine else 1)
     assert os.waitpid(child, 0)[1] == 0
@@ -200,7 +207,7 @@ def test_threads_have_processes_of_their_own() -> None:
     for thread in threads:
         thread.join()
     assert sorted(found) == sorted([(1, 1), (2, 1), (3, 1)] * 10)
-    assert 1 <= len(decoding._idle) <= decoding.MOST
+    assert 1 <= len(decoding._idle) <= decoding.MAX_PROCESSES
 
 
 SLOW = """
@@ -221,7 +228,7 @@ def test_it_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
             child = next((it for it in _children(parent.pid) if _seconds(it) > 0.3), 0)
         parent.send_signal(signal.SIGKILL)
     assert child, "it decodes"
-    end = time.monotonic() + 1
+    end = time.monotonic() + 20
     while _state(child) != "Z" and time.monotonic() < end:
         time.sleep(0.01)
     assert _state(child) == "Z"

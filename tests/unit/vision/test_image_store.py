@@ -22,9 +22,10 @@ from torch import Tensor
 
 from taut.errors import DataError, OutputError, PictureError
 from taut.vision import image_store as image_store_file
-from taut.vision.content import ImageRef, ImagesConfig
+from taut.vision.content import ImageRef
 from taut.vision.image_store import Handle, ImageStore, LruCache, Workers
 from taut.vision.placeholders import Shape
+from taut.vision.settings import ImagesConfig
 
 
 class Plain:
@@ -58,8 +59,8 @@ def made(image_store: ImageStore) -> list[tuple[int, int]]:
     return image_store.processor.made
 
 
-def paint(path: Path, colour: str = "red", size: tuple[int, int] = (6, 4)) -> ImageRef:
-    Image.new("RGB", size, colour).save(path)
+def paint(path: Path, color: str = "red", size: tuple[int, int] = (6, 4)) -> ImageRef:
+    Image.new("RGB", size, color).save(path)
     return ImageRef("file", str(path))
 
 
@@ -71,7 +72,7 @@ def handle(image_store: ImageStore, ref: ImageRef, place: str = "a.jsonl:3") -> 
 def done_within(image_store: ImageStore, times: int) -> None:
     """Wait until nothing is left to be made ahead, and so many pictures were made."""
     assert image_store._workers is not None
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while (
         len(made(image_store)) < times or not image_store._workers._jobs.empty()
     ) and time.monotonic() < end:
@@ -277,7 +278,7 @@ class TestKeeping:
         def make() -> str:
             times.append(1)
             entered.set()
-            assert go.wait(5)
+            assert go.wait(60)
             return "x"
 
         threads = [
@@ -285,11 +286,11 @@ class TestKeeping:
         ]
         for thread in threads:
             thread.start()
-        assert entered.wait(5)
+        assert entered.wait(60)
         kept.make_ahead("k", make)
         go.set()
         for thread in threads:
-            thread.join(5)
+            thread.join(60)
         assert (got, times) == (["x"] * 4, [1])
 
     def test_who_waits_is_told_what_went_wrong(self) -> None:
@@ -298,7 +299,7 @@ class TestKeeping:
 
         def fail() -> str:
             entered.set()
-            assert go.wait(5)
+            assert go.wait(60)
             raise DataError("broken")
 
         def ask() -> None:
@@ -309,12 +310,12 @@ class TestKeeping:
 
         threads = [threading.Thread(target=ask) for _ in range(2)]
         threads[0].start()
-        assert entered.wait(5)
+        assert entered.wait(60)
         threads[1].start()
         time.sleep(0.01)
         go.set()
         for thread in threads:
-            thread.join(5)
+            thread.join(60)
         assert told == ["broken"] * 2
         assert kept.get("k", lambda: "well") == "well"
 
@@ -334,27 +335,27 @@ class TestKeeping:
 
         def job() -> None:
             begun.set()
-            assert go.wait(5)
+            assert go.wait(60)
             done.append(1)
 
         for _ in range(3):
             ahead.add(job)
-        assert begun.wait(5)
+        assert begun.wait(60)
         closing = threading.Thread(target=ahead.close)
         closing.start()
         while ahead._jobs.qsize() > 1:  # all that waits is the word to end
             time.sleep(0.001)
         go.set()
-        closing.join(5)
+        closing.join(60)
         assert done == [1] and not ahead._threads[0].is_alive()
 
     def test_a_process_that_ends_waits_for_no_queue(self) -> None:
         program = (
             "import time; from taut.vision.image_store import Workers; ahead = Workers(1)\n"
-            "for _ in range(1000): ahead.add(lambda: time.sleep(0.05))\n"
+            "for _ in range(1000): ahead.add(lambda: time.sleep(1))\n"
             "time.sleep(0.02)"
         )
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
     def test_a_forked_process_waits_for_no_thread_of_its_parent(self, tmp_path: Path) -> None:
         image_store = store_of(tmp_path)

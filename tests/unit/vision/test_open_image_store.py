@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.tiny_models import save_tiny
-from tests.vision_models import tiny_vlm
+from tests.helpers.tiny_models import save_tiny
+from tests.helpers.vision_models import tiny_vlm
 
 from taut.errors import ConfigError, ModelError
 from taut.models.load import load_config, load_tokenizer
-from taut.vision.content import ImagesConfig
 from taut.vision.image_store import ImageStore, open_image_store, require_same_processor
+from taut.vision.settings import ImagesConfig
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.picture_names import illustrated
+from tests.helpers.picture_names import illustrated
 
 from taut.vision.placeholders import next_position, positions_of
 

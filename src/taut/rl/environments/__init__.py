@@ -1,5 +1,6 @@
-"""What environments are made of: tools, and adapters to other people's environments, one file each.
+"""The parts of environments: tools, the settings of a service that runs programs (``remote.py``), and adapters to
+other people's environments, one file each.
 
-Each file imports the library that it adapts, and nothing else does. ``rl/environment.py`` says what an environment is,
-and loads them.
+An adapter imports the library that it adapts, and no other file does. ``rl/environment.py`` says what an environment
+is, and loads them.
 """

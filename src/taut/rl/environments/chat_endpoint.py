@@ -9,8 +9,10 @@
     POST /v1/chat/completions               with tools; also as a stream, whose text comes in one piece
     GET  /v1/models                         the one model, ``MODEL``
 
-A key is random and belongs to one session; a request without one is refused, as is one for another model. What a
-request asks for is in force or refused: ``IGNORED`` names the exceptions, which the run decides for all requests.
+A key is random and belongs to one session; a request without one is refused, as is one for another model. With
+``is_checked`` a key is accepted only from a process that descends from its session's ``owner``: the kernel is asked for
+the connection (sock_diag), and /proc for who holds it. What a request asks for is in force or refused: ``IGNORED``
+names the exceptions, which the run decides for all requests.
 """
 
 from __future__ import annotations
@@ -18,17 +20,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import secrets
+import socket
+import struct
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from taut.data.json_io import did_you_mean, read_json, shown
-from taut.data.messages import Message, Tool, read_conversation
+from taut.data.read.json_io import did_you_mean, read_json, shown
+from taut.data.rows.messages import Message, Tool, read_conversation
 from taut.errors import DataError
-from taut.inference.http_server import Guard, HttpLimits, Refused, listen, serve_aside
+from taut.inference.http_server import Guard, Refused, listen, serve_aside
+from taut.inference.settings import HttpLimits
+from taut.io.keeper import tree
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -57,7 +65,7 @@ NOT_READ = ("refusal", "annotations", "audio", "function_call")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What an agent asks."""
+    """A request of an agent."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -67,7 +75,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """What an agent gets."""
+    """The answer to an agent."""
 
     message: Message
     """As a chat template reads it: arguments of calls are objects."""
@@ -117,6 +125,19 @@ class Session:
     is_closed: bool = False
     refused: str = ""
     """Why its newest request was refused; empty where it was not."""
+    owner: int = field(default_factory=os.getpid)
+    """The process from which all descend that may use the key."""
+    sockets: set[str] = field(default_factory=set)
+    """Connections that are known to be theirs."""
+
+    def is_own(self, port: int, endpoint_port: int) -> bool:
+        """Whether one of them holds the connection that comes from ``port``."""
+        name = _socket(port, endpoint_port)
+        if name in self.sockets:
+            return True
+        if _holds(self.owner, name) or any(_holds(process, name) for process in tree(self.owner)):
+            self.sockets.add(name)
+        return name in self.sockets
 
     def close(self) -> None:
         """Refuse what waits, and what comes."""
@@ -136,9 +157,12 @@ class ChatEndpoint:
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
         """By the digests of their keys: what is compared says nothing of a key."""
+        self.is_checked = True
+        """Whether a key is accepted from the processes alone that it belongs to."""
         limits = HttpLimits(max_connections=4096, max_bytes_in_flight=2**28)
         listener = listen("127.0.0.1", 0, backlog=512)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        self._port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}/v1"
         self._stop = serve_aside(Guard(self._app(), limits, "127.0.0.1"), limits, listener)
 
     def open(self) -> Session:
@@ -166,6 +190,13 @@ class ChatEndpoint:
                     401,
                     "Authorization: found no key of a trajectory that goes on; expected Bearer and the value of "
                     "OPENAI_API_KEY as the agent was given it; send it",
+                )
+            assert request.client is not None
+            if self.is_checked and not session.is_own(request.client.port, self._port):
+                raise Refused(
+                    403,
+                    "found the key of a trajectory in a process that its agent did not start; expected its own; "
+                    "for a container or a service set rollout.environment.agent.callers=any",
                 )
             return session
 
@@ -223,7 +254,7 @@ class ChatEndpoint:
 
 
 def read_request(body: Mapping[str, Any]) -> Asked:
-    """What a request asks. Raises DataError where it asks for what it does not get."""
+    """Read a request. Raises DataError where it asks for a feature that is not offered."""
     if body.get("model") != MODEL:
         raise DataError(
             f"model: found {shown(body.get('model'))}; expected {MODEL!r}, which is trained; set it, or the value of "
@@ -237,9 +268,11 @@ def read_request(body: Mapping[str, Any]) -> Asked:
         if key not in (*READ, *IGNORED, *ONLY):
             hint = did_you_mean(key, (*READ, *IGNORED, *ONLY))
             raise DataError(f"found the key {shown(key)}; expected {', '.join(READ)}{hint}")
+    # a limit of the answer
     limits = [body[key] for key in ("max_tokens", "max_completion_tokens") if body.get(key)]
     if any(type(limit) is not int or limit < 1 for limit in limits):
         raise DataError(f"max_tokens: found {shown(limits[0])}; expected a whole number above 0")
+    # messages, as a template takes them
     messages = body.get("messages")
     said = [dict(m) if isinstance(m, Mapping) else m for m in messages] if messages else []
     silent: list[int] = []
@@ -265,6 +298,34 @@ def _object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"the body is {shown(value)}; expected an object")
     return value
+
+
+def _holds(process: int, name: str) -> bool:
+    """Whether one of a process's descriptors has this name."""
+    with suppress(OSError):  # it has ended meanwhile
+        for number in os.listdir(f"/proc/{process}/fd"):  # noqa: PTH208 (there are many)
+            with suppress(OSError):
+                if os.readlink(f"/proc/{process}/fd/{number}") == name:  # noqa: PTH115
+                    return True
+    return False
+
+
+def _socket(port: int, endpoint_port: int) -> str:
+    """The name that /proc has for the client's end of a connection; empty: it is not known."""
+    loopback = bytes((127, 0, 0, 1)) + bytes(12)
+    ends = struct.pack(">HH", port, endpoint_port) + 2 * loopback + bytes(4) + b"\xff" * 8
+    of_tcp = socket.AF_INET, socket.IPPROTO_TCP
+    request = struct.pack("=IHHIIBBBBI", 72, 20, 1, 0, 0, *of_tcp, 0, 0, -1 % 2**32)
+    with (
+        suppress(OSError, AttributeError),  # sock_diag(7); the table in /proc/net is slow
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as kernel,
+    ):
+        kernel.settimeout(1.0)
+        kernel.send(request + ends)
+        answer = kernel.recv(4096)
+        if struct.unpack_from("=H", answer, 4)[0] == 20:
+            return f"socket:[{struct.unpack_from('=I', answer, 84)[0]}]"
+    return ""
 
 
 def _digest(key: str) -> str:
@@ -303,7 +364,7 @@ def _completion(answer: ChatAnswer) -> dict[str, Any]:
 
 
 def _chunks(completion: Mapping[str, Any], has_usage: bool) -> list[dict[str, Any]]:
-    """The same as the events of a stream."""
+    """Return the answer as the events of a stream."""
     (choice,) = completion["choices"]
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):

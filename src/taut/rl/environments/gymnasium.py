@@ -26,7 +26,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from taut.data.tool_calls import ToolCall
+from taut.data.rows.tool_calls import ToolCall
 from taut.errors import ConfigError
 from taut.rl.environment import Step
 
@@ -84,7 +84,7 @@ class GymnasiumEnvironment:
 
 
 def load_gymnasium(name: str, options: Mapping[str, Any]) -> Callable[[], GymnasiumEnvironment]:
-    """What makes an episode's environment. Raises ConfigError for one that there is not, or that is not in text."""
+    """Return the maker of an episode's environment. Raises ConfigError for one that is unknown or not in text."""
     place = f"rollout.environment.name is gym:{name}"
     try:
         environment = gymnasium.make(name, **options)
@@ -95,16 +95,19 @@ def load_gymnasium(name: str, options: Mapping[str, Any]) -> Callable[[], Gymnas
         ) from None
     acts, sees = environment.action_space, environment.observation_space
     environment.close()
+    problem = ""
     if not isinstance(acts, (spaces.Text, spaces.Discrete)):
-        raise ConfigError(
-            f"{place}, whose actions are {acts}: a turn of words is no such action; expected Text or Discrete; wrap it "
-            "in an environment that takes one of them"
+        problem = (
+            f"actions are {acts}: a turn of words is no such action; expected Text or Discrete; wrap it in an "
+            "environment that takes one of them"
         )
-    if (reason := _unwritable(sees)) is not None:
-        raise ConfigError(
-            f"{place}, whose observations are {reason}; expected Text, Discrete, or up to {MOST_NUMBERS} numbers; wrap "
-            "it in an environment that describes what it shows"
+    elif (reason := _unwritable(sees)) is not None:
+        problem = (
+            f"observations are {reason}; expected Text, Discrete, or up to {MOST_NUMBERS} numbers; wrap it in an "
+            "environment that describes what it shows"
         )
+    if problem:
+        raise ConfigError(f"{place}, whose {problem}")
     return partial(GymnasiumEnvironment, name, options)
 
 

@@ -7,33 +7,47 @@ one by Streamable HTTP (modelcontextprotocol.io). Each is connected to once per 
 
 A call's error, a refusal and a time limit are what the policy reads (``ToolFault``); a server that is gone is a fault
 of the tool, so the trajectory is an error. A command is split as a shell does, and run without one, with the few
-environment variables that the library hands on (PATH, HOME, ...): ``env NAME=value COMMAND`` adds others. The library
-``mcp`` is imported here only; its calls run in a thread with an event loop of its own.
+environment variables that the library hands on (PATH, HOME, ...): ``env NAME=value COMMAND`` adds others, and a value
+``$NAME`` is that of taut's own variable. A server that is started ends with all that it started
+(``taut.io.keeper``). A message of more than ``LONGEST`` bytes ends one that was started, and is an error of the call at
+a URL. The library ``mcp`` is imported here only; its calls run in a thread with an event loop of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import shlex
-from collections.abc import Callable
+import shutil
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from errno import ENOENT
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import Any, TextIO
+from typing import Any
 
 import mcp
-from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
 from taut.errors import ConfigError
+from taut.io.http import bounded
+from taut.io.keeper import kept
+from taut.io.programs import Tail
 from taut.rl.environments.tools import ToolFunction
 
 START_SECONDS = 60.0
 """Seconds in which a server has to list its tools."""
 CLOSE_SECONDS = 10.0
 """Seconds in which a server may end."""
+LEAVING = 1.5
+"""Of these, seconds that one has which was started, once its input is closed."""
+LONGEST = 2**23
+"""Bytes of a message."""
 
 
 class ToolFault(ValueError):
@@ -46,7 +60,9 @@ class McpServer:
     def __init__(self, spec: str, seconds: float) -> None:
         """``spec``: a command or a URL. ``seconds``: time limit of a call. Raises ConfigError without an answer."""
         self.spec, self.seconds = spec, seconds
-        self._files = TemporaryDirectory(prefix="taut-mcp-")
+        self._words: Tail | None = None
+        # else it logs a traceback for each line that it cannot read
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)
         self._ready: Future[list[ToolFunction]] = Future()
         self._thread = Thread(target=asyncio.run, args=(self._connected(),), daemon=True)
         self._thread.start()
@@ -62,28 +78,43 @@ class McpServer:
 
     def close(self) -> None:
         """End the connection, and a server that was started."""
-        if hasattr(self, "_loop") and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._closing.set)
+        if hasattr(self, "_loop"):
+            with suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(CLOSE_SECONDS)
-        self._files.cleanup()
 
     async def _connected(self) -> None:
         """The connection from its beginning to its end."""
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
         try:
-            with (Path(self._files.name) / "stderr").open("w") as words:
-                async with mcp.Client(self._transport(words), client_info=None) as self._client:
-                    self._ready.set_result(await self._list())
-                    await self._closing.wait()
+            async with mcp.Client(self._transport(), client_info=None) as self._client:
+                self._ready.set_result(await self._list())
+                await self._closing.wait()
         except BaseException as error:  # noqa: BLE001 (raised again where the server is opened)
+            first: BaseException = error  # inside the groups that task groups make
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
             if not self._ready.done():
-                self._ready.set_exception(_first(error))
+                self._ready.set_exception(first)
 
-    def _transport(self, words: TextIO) -> Any:
+    @asynccontextmanager
+    async def _transport(self) -> AsyncIterator[Any]:
         if self.spec.startswith(("http://", "https://")):
-            return self.spec
-        command, *arguments = shlex.split(self.spec)
-        return stdio_client(StdioServerParameters(command=command, args=arguments), errlog=words)
+            async with create_mcp_http_client() as client:
+                client.event_hooks["response"].append(bounded(LONGEST))
+                async with streamable_http_client(self.spec, http_client=client) as streams:
+                    yield streams
+            return
+        program, *arguments = command = [_filled(word) for word in shlex.split(self.spec)]
+        if shutil.which(program, path=get_default_environment().get("PATH")) is None:
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT), program)
+        words, write = os.pipe()
+        self._words = Tail(os.fdopen(words, "rb"))
+        program, *arguments = kept(command, 0, grace=LEAVING, longest=LONGEST)
+        with os.fdopen(write, "w") as errors:
+            server = StdioServerParameters(command=program, args=arguments)
+            async with stdio_client(server, errors) as streams:
+                yield streams
 
     async def _list(self) -> list[ToolFunction]:
         tools, cursor = [], None
@@ -96,12 +127,12 @@ class McpServer:
                     "parameters": tool.input_schema,
                 }
                 schema = {"type": "function", "function": function}
-                tools.append(ToolFunction(schema, _named(partial(self._call, tool.name))))
+                tools.append(ToolFunction(schema, partial(self._call, tool.name)))
             cursor = page.next_cursor
             if cursor is None:
                 return tools
 
-    def _call(self, tool: str, arguments: dict[str, Any]) -> str:
+    def _call(self, tool: str, /, **arguments: Any) -> str:
         """The result of a call as text. Raises ToolFault where the server answers with an error or not in time."""
         calling = asyncio.run_coroutine_threadsafe(
             self._client.call_tool(tool, arguments, read_timeout_seconds=self.seconds), self._loop
@@ -128,18 +159,15 @@ class McpServer:
 
     def _last_words(self) -> str:
         """The last line of what a server that was started wrote to its standard error."""
-        path = Path(self._files.name) / "stderr"
-        lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+        lines = self._words.end(0.2) if self._words is not None else []
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _named(call: Callable[[dict[str, Any]], str]) -> Callable[..., str]:
-    """The call with its arguments by name, as tools are called."""
-    return lambda **arguments: call(arguments)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The error inside the groups that task groups make."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _filled(word: str) -> str:
+    """A word of a command; ``NAME=$OTHER`` has the value of taut's variable OTHER, so that no configuration has it."""
+    name, _, variable = word.partition("=$")
+    if not (name.isidentifier() and variable.isidentifier()):
+        return word
+    if variable not in os.environ:
+        raise KeyError(f"{word} names a variable that is not set")
+    return f"{name}={os.environ[variable]}"

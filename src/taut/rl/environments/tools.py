@@ -1,19 +1,25 @@
-"""Tools that the policy calls: a calculator, Python in the sandbox, functions of the user's own, MCP servers.
+"""Tools that the policy calls: a calculator, functions of the user's own or of packages, MCP servers.
 
 A function's schema is made by the library from its type hints and docstring (Google style). The policy reads a tool's
 result as text, and also a ValueError, TypeError, ArithmeticError or LookupError, since its arguments were wrong. Any
 other exception is a fault of the tool, and the trajectory is an error.
+
+A function that has to be opened before the run, as the tool ``python`` of taut_tools/sandbox, has an attribute
+``open_tool``: a function of ``rollout.environment.remote``. It returns the function that is called, and a decision for
+the run log or None; it raises a TautError where the tool cannot be used.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers.utils.chat_template_utils import (
@@ -22,20 +28,19 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
-from taut.config import home_path
-from taut.data.messages import Message
-from taut.data.messages import Tool as Schema
-from taut.data.tool_calls import ToolCall
-from taut.errors import ConfigError, TautError
-from taut.extras import require
-from taut.io.user_code import read_user_code
-from taut.sandbox import HERE, Limits, Remote, open_remote, run_python, shared
+from taut.config import Decision, home_path
+from taut.data.rows.messages import Message
+from taut.data.rows.messages import Tool as Schema
+from taut.data.rows.tool_calls import ToolCall
+from taut.errors import ConfigError, TautError, UserCodeError
+from taut.io import plugins
+from taut.io.extras import require
+from taut.io.user_code import find_code
+from taut.rl.settings import HERE, MCP, TOOL_ENTRY_POINTS, Remote
 
 if TYPE_CHECKING:
     from taut.rl.environments.mcp import McpServer
 
-MCP = "mcp:"
-"""Before the command or URL of an MCP server."""
 MAX_RESULT = 4000
 """Characters of a tool's result that the policy gets."""
 MOST_BITS = 4096
@@ -45,16 +50,6 @@ MOST_DIGITS = 300
 LONGEST = 1000
 """Characters of an expression."""
 
-LIMITS = Limits(cpu_seconds=5, wall_seconds=8.0, total_seconds=8.0)
-"""Limits of a program that the policy runs."""
-ENDS = {
-    "time": f"the program took more than {LIMITS.wall_seconds:g} s",
-    "cpu": f"the program took more than {LIMITS.cpu_seconds} s of processor time",
-    "memory": f"the program took more than {LIMITS.memory_mb} MB",
-    "output": f"the program printed more than {LIMITS.output_kb} kB",
-    "crash": "the program crashed",
-}
-
 Number = int | float
 
 
@@ -63,6 +58,8 @@ class ToolFunction(NamedTuple):
 
     schema: Schema
     function: Callable[..., Any]
+    decision: Decision | None = None
+    """As ``open_tool`` returned it."""
 
     @property
     def name(self) -> str:
@@ -77,37 +74,41 @@ def answer(kit: Mapping[str, ToolFunction], call: ToolCall) -> Message:
         text = f"Error: there is no tool {call.name}; there are {', '.join(kit)}"
     else:
         try:
-            value = kit[call.name].function(**call.arguments)
+            value = awaited_value(kit[call.name].function(**call.arguments))
         except TautError:
             raise
         except (ValueError, TypeError, ArithmeticError, LookupError) as error:
             text = f"Error: {type(error).__name__}: {error}"[:MAX_RESULT]
         else:
             is_text = isinstance(value, str)
-            text = value if is_text else json.dumps(value, ensure_ascii=False, default=str)
+            text = value if is_text else json.dumps(value, ensure_ascii=False, default=_as_text)
             left = len(text) - MAX_RESULT
             text = text if left <= 0 else f"{text[:MAX_RESULT]}... ({left} characters more)"
     name = call.name or "tool"
     return {"role": "tool", "tool_call_id": call.id, "name": name, "content": text}
 
 
-def python(code: str) -> str:
-    """
-    Run a Python program in a sandbox and return what it prints. Nothing is kept from one program to the next.
+def awaited_value(value: Any) -> Any:
+    """Await what a function returned, if needed; the first items of a generator become a list."""
 
-    Args:
-        code: The program. It prints what is to be returned.
-    """
-    return _run_python(code, HERE)
+    async def awaited() -> Any:
+        return await value
+
+    if isinstance(value, Awaitable):
+        return awaited_value(asyncio.run(awaited()))
+    return list(islice(value, MAX_RESULT)) if isinstance(value, Iterator) else value
 
 
-def _run_python(code: str, remote: Remote) -> str:
-    """The result of the tool python."""
-    ran = run_python(code, limits=LIMITS, remote=remote)
-    if ran.outcome == "ok":
-        return ran.stdout or "(nothing was printed)"
-    what = ENDS.get(ran.outcome) or (ran.stderr.strip().splitlines() or ["the program failed"])[-1]
-    return f"{ran.stdout}Error: {what}"
+def _as_text(value: Any) -> str:
+    """The text of what is no JSON. Raises UserCodeError for an object that has none of its own."""
+    text = str(value)
+    is_bare = re.search(rf"\A<([\w.]+\.)?{type(value).__name__}\b| at 0x[0-9a-f]+>", text)
+    if callable(value) or is_bare:
+        raise UserCodeError(
+            f"a tool returned {text:.80}, which says nothing to the policy; expected a text, or what JSON holds; "
+            "return what matters of it"
+        )
+    return text
 
 
 def calculator(expression: str) -> str:
@@ -198,7 +199,7 @@ def _bounded(value: Number) -> Number:
     return value
 
 
-TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
+TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
 """name -> function. A new one is a line here."""
 
 
@@ -214,9 +215,14 @@ class Kit:
         for server in self.servers:
             server.close()
 
+    @property
+    def decisions(self) -> list[Decision]:
+        """Decisions that were made when its tools were opened."""
+        return [tool.decision for tool in self.functions.values() if tool.decision is not None]
+
 
 def open_tools(names: Sequence[str], remote: Remote, seconds: float) -> Kit:
-    """The tools that a configuration names. ``remote``: where python runs. ``seconds``: time limit of a server's call.
+    """The tools that a configuration names. ``remote``: where programs run. ``seconds``: time limit of a server's call.
 
     Raises ConfigError where one cannot be used, or where two have one name.
     """
@@ -244,21 +250,23 @@ def open_tools(names: Sequence[str], remote: Remote, seconds: float) -> Kit:
 
 
 def load_tool(name: str, remote: Remote = HERE) -> ToolFunction:
-    """The tool that a configuration names: ``calculator``, or ``FILE.py:function``. ``remote``: where python runs."""
+    """The tool that a configuration names, opened. ``remote``: where programs run."""
+    tool = describe_tool(name)
+    opener = getattr(tool.function, "open_tool", None)
+    return tool if opener is None else ToolFunction(tool.schema, *opener(remote))
+
+
+def describe_tool(name: str) -> ToolFunction:
+    """The tool that a configuration names: ``calculator``, a package's, or ``FILE.py:function``. Nothing is opened."""
     key = "rollout.environment.tools"
-    if name not in TOOLS and ":" not in name:
+    function = TOOLS.get(name) or load_own(name, key, "function", TOOL_ENTRY_POINTS)
+    if function is None:
+        known = ", ".join([*TOOLS, *plugins.names(TOOL_ENTRY_POINTS)])
         raise ConfigError(
-            f"{key} has {name!r}; expected one of {', '.join(TOOLS)}, FILE.py:function or mcp:COMMAND"
+            f"{key} has {name!r}; expected one of {known}, FILE.py:function or mcp:COMMAND"
         )
-    function = TOOLS[name] if name in TOOLS else load_own(name, key, "function")
-    described = function
-    if name == "python" and remote.service is not None:
-        open_remote(remote, LIMITS).close()
-        function = partial(_run_python, remote=remote)
-    elif name == "python":
-        shared()  # refused now where programs cannot be held
     try:
-        return ToolFunction(get_json_schema(described), function)
+        return ToolFunction(get_json_schema(function), function)
     except (DocstringParsingException, TypeHintParsingException, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
@@ -267,7 +275,22 @@ def load_tool(name: str, remote: Remote = HERE) -> ToolFunction:
         ) from None
 
 
-def load_own(spec: str, key: str, kind: str) -> Any:
-    """The function or class that ``FILE.py:name`` names under ``key``."""
-    path = home_path(spec.rpartition(":")[0])
-    return read_user_code(spec, path, f"{key} is {spec}", kind).load()
+def schemas_of(names: Sequence[str], seconds: float) -> tuple[Schema, ...]:
+    """How templates describe these tools, in the order of ``open_tools``. A server is asked and closed again; nothing
+    is opened for programs to run in.
+    """
+    schemas: list[Schema] = []
+    for name in names:
+        if not name.startswith(MCP):
+            schemas.append(describe_tool(name).schema)
+            continue
+        kit = open_tools([name], HERE, seconds)
+        kit.close()
+        schemas += [tool.schema for tool in kit.functions.values()]
+    return tuple(schemas)
+
+
+def load_own(spec: str, key: str, kind: str, group: str) -> Any:
+    """The function or class that is named under ``key``, as ``FILE.py:name`` or as a package adds it, or None."""
+    code = find_code(spec, home_path(spec.rpartition(":")[0]), group, f"{key} is {spec}", kind)
+    return None if code is None else code.load()

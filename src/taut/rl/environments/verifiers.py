@@ -1,7 +1,7 @@
 """Environments of the library verifiers: ``rollout.environment.name="verifiers:ENV_ID"``.
 
-Such an environment asks a model by itself, over HTTP, and judges what came of it. So it is an agent (``agent.py``): a
-trajectory is one of its rollouts, whose model is the run's endpoint, and the reward is that of its own rubric.
+Such an environment asks a model by itself, over HTTP, and judges its rollouts. So it is an agent (``agent.py``): a
+trajectory is one of its rollouts, whose model is the run's endpoint, and its rubric gives the reward.
 
     verifiers    ENV_ID                                     options
     below 0.4    a module with ``load_environment``         its keywords
@@ -25,8 +25,8 @@ from typing import Any, Protocol, TypeAlias
 
 import verifiers
 
-from taut.data.json_io import shown
-from taut.data.prompts import PromptRow
+from taut.data.read.json_io import shown
+from taut.data.rows.prompts import PromptRow
 from taut.errors import ConfigError, DataError, TautError
 from taut.rl.environments.agent import Endpoint
 
@@ -55,8 +55,8 @@ class _Module:
         self._environment = verifiers.load_environment(name, **options)
         if self._environment.requires_group_rollouts:
             raise ConfigError(
-                f"rollout.environment.name is verifiers:{name}, whose rubric compares the rollouts of a group; "
-                "expected rewards of one rollout; take them out of its rubric, and name own rewards in rewards"
+                f"rollout.environment.name is verifiers:{name}, whose rubric compares rollouts of a group; expected "
+                "rewards of one rollout; take those out, and name rewards of your own in rewards"
             )
 
     def tasks(self) -> Iterator[tuple[Any, Task]]:

@@ -5,9 +5,10 @@
         log.emit("step", step=1, loss=2.3, ...)
 
 Every sink gets the same events, and those with a method ``samples`` also texts of some samples. A report that can no
-longer be written (console, TensorBoard, W&B, trackio, the user's own) does not end the run: it is dropped, with a
-warning event to the others. ``events.jsonl`` is the record: a run that cannot write it ends, and one whose file is
-deleted writes it again, with a warning. No sink gets a secret of a URL, nor what a setting calls a key or a password.
+longer be written (console, TensorBoard, W&B, trackio, the user's own) is dropped, with a warning event to the others;
+the run continues. ``events.jsonl`` is the record: a run that cannot write it ends, and one whose file is
+deleted writes it again, with a warning. Secrets in URLs, and settings named key,
+token or password, are hidden from every sink.
 
 No torch here.
 """
@@ -17,75 +18,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
-from pydantic import Field
-
-from taut.config import configclass
-from taut.errors import ConfigError, redacted_in
-from taut.extras import require
+from taut.errors import redacted_in
+from taut.train.log.custom_sink import CustomSink
 from taut.train.log.events import KINDS, Event, EventLog, Kind, ReportLost, all_events, read_events
-from taut.train.log.own import OwnSink
 from taut.train.log.samples import SampleSink, ShownSample, shown
 from taut.train.run_dir import read_settings, report_id
-
-
-@configclass
-class TokenRecordConfig:
-    """Which samples are recorded token by token, in out/tokens."""
-
-    every: Annotated[int, Field(ge=0)] = 50
-    """Steps between two records; those of the first and the last step, and of steps in which a monitor warns or stops
-    the run, come in addition. 0: only those."""
-    samples: Annotated[int, Field(ge=0)] = 8
-    """Samples of a recorded step: half of them those with the lowest mean logprob, the others drawn. 0: none."""
-    max_mib: Annotated[int, Field(ge=1)] = 256
-    """Space that they may take on each rank. As it fills, steps are recorded more seldom."""
-
-
-@configclass
-class RolloutRecordConfig:
-    """The record of all rollouts, in out/rollouts: prompts, tokens, logprobs, advantages and rewards."""
-
-    max_gib: Annotated[float, Field(ge=0)] = 16.0
-    """Space that they may take; later rollouts are then not recorded, and a warning says so. 0: records none."""
-
-
-@configclass
-class LogConfig:
-    """Reports in addition to ``events.jsonl``, which is always written."""
-
-    console: bool = True
-    """Report on the terminal: decisions, progress, warnings, a summary."""
-    every: Annotated[int, Field(ge=1)] = 1
-    """Steps between progress lines where the output is no terminal."""
-    tensorboard: bool = False
-    """Write curves and samples for TensorBoard to out/tensorboard; needs the extra tensorboard."""
-    wandb: str | None = None
-    """Weights & Biases project to report to; needs the extra wandb."""
-    utilisation_seconds: Annotated[float, Field(ge=0, le=86_400)] = 15.0
-    """Seconds between two readings of how busy processors, disk and GPU are (the event utilisation). 0: none."""
-    trackio: str | None = None
-    """trackio project to report to; needs the extra trackio."""
-    sinks: list[str] = field(default_factory=list)
-    """Reports of your own, FILE.py:Class each (docs/reports.md)."""
-    tokens: TokenRecordConfig = TokenRecordConfig()
-    rollouts: RolloutRecordConfig = RolloutRecordConfig()
-
-    def __post_init__(self) -> None:
-        if self.tensorboard:
-            require("tensorboard", "log.tensorboard=true")
-        if self.wandb is not None:
-            require("wandb", "log.wandb")
-        if self.trackio is not None:
-            require("trackio", "log.trackio")
-        for spec in self.sinks:
-            file, colon, name = spec.rpartition(":")
-            if not (colon and file.endswith(".py") and name.isidentifier()):
-                raise ConfigError(f"log.sinks has {spec!r}; expected FILE.py:Class; correct it")
-
+from taut.train.settings import LogConfig
 
 __all__ = [
     "Event",
@@ -102,7 +43,7 @@ __all__ = [
 
 
 class Sink(Protocol):
-    """Takes events. An optional one raises ReportLost, once, when it can no longer be written."""
+    """Takes events. An optional sink raises ReportLost once it can no longer be written."""
 
     def __call__(self, event: Event) -> None: ...
 
@@ -110,19 +51,21 @@ class Sink(Protocol):
 
 
 class RunLog:
-    """Passes every event to every sink."""
+    """Sends every event to every sink."""
 
-    def __init__(self, sinks: Sequence[Sink] | None = None, own: Sequence[OwnSink] = ()) -> None:
-        """``own``: sinks of the user's, which ``open`` adds on the rank that writes."""
+    def __init__(
+        self, sinks: Sequence[Sink] | None = None, custom: Sequence[CustomSink] = ()
+    ) -> None:
+        """``custom``: the user's sinks, which ``open`` adds on the writer."""
         self._is_open = sinks is not None
         self._sinks = list(sinks or [])
-        self._own = own
+        self._custom = custom
 
     def open(
         self, out: Path, config: LogConfig, *, is_writer: bool = True, listener: Sink | None = None
     ) -> Self:
-        """Open the sinks of a run in ``out``; on ranks that do not write ``listener`` alone. No event can be emitted
-        before.
+        """Open the sinks of a run in ``out``; on the ranks that do not write, ``listener`` alone. Events can be emitted
+        from then on.
         """
         assert not self._is_open, "a log is opened once"
         self._is_open = True
@@ -130,6 +73,7 @@ class RunLog:
             self._sinks.append(listener)
         if not is_writer:
             return self
+        # optional reports, then the record
         record, sinks = EventLog(out / "events.jsonl"), self._sinks
         if config.tensorboard:
             from taut.train.log.tensorboard import TensorBoard
@@ -143,9 +87,9 @@ class RunLog:
             from taut.train.log.trackio import Trackio
 
             sinks.append(Trackio(config.trackio, out, report_id(out), read_settings(out)))
-        for own in self._own:
-            own.bind({"out": out, "settings": read_settings(out), "run_id": report_id(out)})
-            sinks.append(own)
+        for sink in self._custom:
+            sink.bind({"out": out, "settings": read_settings(out), "run_id": report_id(out)})
+            sinks.append(sink)
         if config.console:
             from taut.train.log.console import ConsoleReport
 
@@ -157,6 +101,7 @@ class RunLog:
         """Send an event to every sink."""
         assert self._is_open, f"an event before the log is opened: {kind}"
         assert kind in KINDS, f"unknown kind of event: {kind}"
+        # a record that was deleted is written again first
         for record in [sink for sink in self._sinks if isinstance(sink, EventLog)]:
             if restored := record.restore():
                 self.emit("warning", name="log", detail=restored)
@@ -168,7 +113,7 @@ class RunLog:
                 self._drop(sink, lost)
 
     def show(self, step: int, rows: Iterable[ShownSample]) -> None:
-        """Show samples of a step to the sinks that take them."""
+        """Send samples of a step to the sinks that take them."""
         sinks = [sink for sink in self._sinks if isinstance(sink, SampleSink)]
         table = [ShownSample(*redacted_in(row)) for row in shown(rows)] if sinks else []
         for sink in sinks:

@@ -1,9 +1,8 @@
 """The console report of a run: decisions, progress, warnings, and a summary.
 
-On a terminal a progress bar that is redrawn, in a notebook a line that is replaced; elsewhere one plain line every
-``every`` steps. Tokens per second count
-the samples as the user wrote them (a shared prefix counts once per sample); the share of tokens saved is a separate
-number.
+On a terminal progress is a bar that is redrawn, in a notebook a line that is replaced, elsewhere a line every ``every``
+steps. Tokens per second count the samples as the user wrote them (a shared prefix counts once per sample); the share of
+tokens saved is a separate number.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from typing import Any, NamedTuple, TextIO, cast
 from urllib.parse import quote
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn
 from rich.text import Text
 
+from taut.io import allocator, progress
 from taut.io.console import Printer, counted, one_line
 from taut.io.notebook import ProgressLine
 from taut.io.terminal import Terminal
@@ -33,6 +33,9 @@ BAR = 10
 
 RECENT = 20
 """Recent steps whose duration predicts the remaining time."""
+
+LONG = 2.0
+"""Seconds after which the bar of steps says what is done, in place of the last step."""
 
 LINES_SHOWN = 5
 """Dropped or cut samples listed at the start; events.jsonl has all."""
@@ -57,22 +60,22 @@ ROLLED = (
     ),
     *("turns_mean", "calls", "kl"),
 )
-"""Fields of a rollout that a line shows, or makes what it shows of."""
+"""Fields of a rollout from which a line is made."""
 
 POLICY_GRADIENT = "advantage/size"
-"""A field of steps by a policy gradient, whose loss says nothing: its value is near 0 whatever is learned."""
+"""Field of steps with a policy gradient, whose loss is not shown: it is near 0 whatever is learned."""
 
 UPDATED = ("kl", "old/kl", "clip/low", "clip/high", "entropy", "entropy_estimate", POLICY_GRADIENT)
-"""Fields of a step that trains on rollouts, likewise."""
+"""Fields of a step that trains on rollouts, from which a line is made."""
 
-SUMMARISED = ("loss", "eval_loss", "model", "divergence", "reason")
-"""Fields of the end that the summary shows, and the reason of an early one, given by what stopped the run."""
+SUMMARIZED = ("loss", "eval_loss", "model", "divergence", "learned_nothing", "reason")
+"""Fields of the last event that the summary shows, and the reason of an early end, which the command prints."""
 
 WIDTH = 60
-"""Characters shown of an answer and of what was expected."""
+"""Characters shown of an answer and of the expected one."""
 
 NOT_OF_A_STEP = ("best", "checkpoint", "data", "record")
-"""Warnings that are not about what a step trained on."""
+"""Warnings that are not about the samples of a step."""
 
 NOT_SHOWN = ("kind", "time", "step")
 
@@ -93,7 +96,7 @@ class Part(NamedTuple):
 
     text: str
     rank: int
-    """Where the line is too long, parts with the highest rank are left out first."""
+    """In a line that is too long, parts with the highest rank are left out first."""
 
 
 class ConsoleReport:
@@ -108,7 +111,7 @@ class ConsoleReport:
         self._console = console or Terminal(file=cast(TextIO, self._printer), soft_wrap=True)
         self._every, self._out = every, out
         self._named: set[object] = set()
-        """The kinds of warnings after which such a command was named."""
+        """Names of warnings after which a command that shows the step was named."""
         self._num_steps: int | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._steps: list[Event] = []
@@ -190,7 +193,7 @@ class ConsoleReport:
             columns = (
                 BarColumn(BAR),
                 MofNCompleteColumn(),
-                TextColumn("{task.description}", markup=False),
+                _StepOrPhase("{task.description}", markup=False),
             )
             self._progress = Progress(*columns, console=self._console)
             self._task = self._progress.add_task("", total=self._num_steps)
@@ -201,11 +204,11 @@ class ConsoleReport:
         self._progress.update(self._task, completed=step, description=text)
 
     def _show_rollout(self, event: Event) -> None:
-        """Remember a rollout for the lines of the steps that train on it."""
+        """Keep a rollout for the lines of the steps that train on it."""
         self._rollouts.append({key: event[key] for key in ROLLED if key in event})
 
     def _show_start_checks(self) -> None:
-        """The checks before training: each warning, and the number of the others. None of them failed."""
+        """Show the checks before training, none of which failed: each warning, and the number of the others."""
         if not self._start_checks:
             return
         number = Counter(event["outcome"] for event in self._start_checks)
@@ -263,8 +266,8 @@ class ConsoleReport:
         cut = f"{event['tokens_before']:,} to {event['tokens']:,} tokens a micro-batch"
         self._print(f"budget  from step {event['step']}: {cut}: {event['reason']}", "yellow")
 
-    def _show_utilisation(self, event: Event) -> None:
-        """Nothing: it is for curves."""
+    def _show_utilization(self, event: Event) -> None:
+        """Show nothing: these numbers are for curves."""
 
     def _show_checkpoint(self, event: Event) -> None:
         self._print(f"checkpoint of step {event['step']}: {event.get('path', '')}")
@@ -280,6 +283,8 @@ class ConsoleReport:
         rows = summary(self._steps, self._evals, self._rollouts) if self._steps else []
         if event.get("divergence"):
             rows.append(("divergence", f"may have diverged: {event['divergence']}"))
+        if event.get("learned_nothing"):
+            rows.append(("learned", f"nothing: {event['learned_nothing']}"))
         if stop := event.get("stop"):  # a warning event has the details
             wanted = "" if stop["cause"] is None else f", expected {stop['wanted']:.0%}"
             text = f"{stop['ended']} of {stop['asked']} answers ended by themselves{wanted}"
@@ -293,18 +298,32 @@ class ConsoleReport:
             )
         if rows:
             self._print_rows(rows)
-        rest = fields_text({key: event[key] for key in event if key not in SUMMARISED})
+        rest = fields_text({key: event[key] for key in event if key not in SUMMARIZED})
         if rest:
             self._print(rest)
 
 
+class _StepOrPhase(TextColumn):
+    """The last step; in its place what is done now, if that takes longer than ``LONG`` seconds."""
+
+    def render(self, task: Task) -> Text:
+        phase = progress.current()
+        # one that began before the bar is of something else
+        if phase is None or phase.seconds > (task.elapsed or 0.0):
+            return super().render(task)
+        # after the last step every phase is worth a word: evaluation, the stop check, saving
+        if phase.seconds < LONG and not task.finished:
+            return super().render(task)
+        return Text(one_line(phase.line()), no_wrap=True, overflow="ellipsis")
+
+
 class Shown(NamedTuple):
-    """How a line and the summary show a number of a rollout, or of a step that trains on one."""
+    """How a line and the summary show a number of a rollout, or of a step that trains on rollouts."""
 
     rank: int
-    """As that of a Part."""
+    """The rank of its ``Part``."""
     form: str
-    """As it is in a line; the summary takes the part that is the number."""
+    """Format in a line; the summary takes the number's part of it."""
 
 
 SHOWN = {
@@ -322,7 +341,7 @@ SHOWN = {
 
 
 def of_rollout(rollout: Event) -> dict[str, float]:
-    """What is shown of a rollout beside its reward: of its prompts, and means over its answers."""
+    """Numbers shown of a rollout beside its reward: shares of its prompts, and means over its answers."""
     found = {}
     if rollout.get("groups") and "groups_with_signal" in rollout:
         found["signal"] = rollout["groups_with_signal"] / rollout["groups"]
@@ -337,8 +356,8 @@ def of_rollout(rollout: Event) -> dict[str, float]:
 
 
 def of_update(step: Event, rollout: Event) -> dict[str, float]:
-    """What is shown of a step that trains on a rollout: how far the policy is from the reference, or else from what it
-    was at the rollout; the share of tokens whose ratio is clipped; the entropy.
+    """Numbers shown of a step that trains on a rollout: the KL to the reference, or else to the policy at the time of
+    the rollout; the share of tokens whose ratio is clipped; the entropy.
     """
     found = {}
     if (divergence := step.get("kl", rollout.get("kl"))) is not None:
@@ -364,6 +383,7 @@ def step_parts(event: Event, left: timedelta | None, rollouts: Sequence[Event]) 
     parts += [Part(SHOWN[k].form.format(v), SHOWN[k].rank) for k, v in of_rollout(rollout).items()]
     if event.get("skipped"):
         return [*parts, Part("skipped: no completion has a reward", 0)]
+    # what was learned
     speed = event["num_tokens_unshared"] / max(event["seconds"], 1e-9)
     if has_loss:
         parts.append(Part(f"loss {event['loss']:.4f}", 0))
@@ -373,6 +393,7 @@ def step_parts(event: Event, left: timedelta | None, rollouts: Sequence[Event]) 
     if rollout:
         update = of_update(event, rollout)
         parts += [Part(SHOWN[k].form.format(v), SHOWN[k].rank) for k, v in update.items()]
+    # how the step went: gradient, speed, time left, memory
     parts += [
         Part(f"grad {event['grad_norm']:.3g}", 9),
         Part(f"lr {event['learning_rate']:.2e}", 11),
@@ -383,10 +404,13 @@ def step_parts(event: Event, left: timedelta | None, rollouts: Sequence[Event]) 
     if event["num_tokens"] < event["num_tokens_unshared"]:
         shared = not_computed(event["num_tokens"], event["num_tokens_unshared"])
         parts.append(Part(f"{shared} of tokens shared", 12))
-    unit = 1 if sys.platform == "darwin" else 1024
-    of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    memory = event.get("memory_bytes") or of_process  # of a GPU, or of this process
-    return [*parts, Part(f"{memory / 1e9:.1f} GB", 13)]
+    peak, now = event.get("memory_bytes"), None  # of a GPU
+    if not peak:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        now = allocator.resident_bytes()
+    present = "" if now is None else f"{now / 1e9:.1f} GB, "
+    return [*parts, Part(f"{present}peak {peak / 1e9:.1f} GB", 13)]
 
 
 def line_of(parts: Sequence[Part], width: int | None = None) -> str:
@@ -428,6 +452,7 @@ def summary(
         sum(step[key] for step in steps)
         for key in ("seconds", "num_tokens", "num_tokens_unshared", "num_targets")
     )
+    # steps, loss and rollouts
     speed = unshared / max(seconds, 1e-9)
     rows = [("steps", f"{len(steps):,} in {timedelta(seconds=round(seconds))}")]
     if POLICY_GRADIENT not in steps[-1]:
@@ -445,6 +470,7 @@ def summary(
                 form = next(word for word in how.form.split() if word.startswith("{"))
                 change = f"{form.format(values[0])} at first, {form.format(values[-1])} at last"
                 rows.append((name, change))
+    # evaluations
     names: dict[str, None] = {}
     for event in evals:
         has_interval = [key for key in event if f"{key}_low" in event]
@@ -454,6 +480,7 @@ def summary(
         values = [event[name] for event in evals if event.get(name) is not None]
         title = "held-out loss" if name == "loss" else f"held-out {name}"
         rows.append((title, " -> ".join(f"{value:.4f}" for value in values)))
+    # tokens
     target_text = f" ({counted(targets, 'targets')})" if targets else ""
     rows.append(("tokens", f"{unshared:,}{target_text}, {speed:,.0f} a second"))
     if computed < unshared:

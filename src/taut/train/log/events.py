@@ -9,7 +9,7 @@ back into floats, except within lists and mappings.
 
 A killed writer may leave half a line at the end: readers skip it, and the next writer removes it. A ``resume`` line
 with ``from_step`` k revokes earlier events of steps after k; with ``is_measured`` false also the evaluations after step
-k, which are repeated. It revokes no ``utilisation``: the machine was as busy as that. A file that is deleted or moved
+k, which are repeated. It revokes no ``utilization``: the machine was as busy as that. A file that is deleted or moved
 during the run is written again (``EventLog.restore``).
 """
 
@@ -34,7 +34,7 @@ Kind = Literal[
     "check",
     "step",
     "rollout",
-    "utilisation",
+    "utilization",
     "budget",
     "eval",
     "best",
@@ -46,27 +46,27 @@ Kind = Literal[
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MEASURED = ("eval", "best")
-LASTING = ("utilisation",)
-"""Kinds of what a resume does not do again, whatever step they have."""
+LASTING = ("utilization",)
+"""Kinds that a resume does not revoke, whatever their step."""
 SYNCED = ("checkpoint", "resume", "end")
 BLOCK = 2**16
 """Bytes of the first read from the end."""
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval", "utilisation": "system"}
-"""Kinds of events with curves -> the prefix of their names."""
+PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval", "utilization": "system"}
+"""Kinds of events with curves -> prefix of the curves' names."""
 LONG = ("ids", "logp", "advantage", "sample_nll", "sample_ids")
-"""Lists of numbers and texts, an entry for each token or sample, that readers of the whole file skip."""
+"""Fields with an entry for each token or sample, which readers of the whole file skip."""
 LONG_KINDS = (b'{"kind": "step"', b'{"kind": "rollout"')
 _LONG_LIST = re.compile(rb'"(?:%s)": \[' % "|".join(LONG).encode())
 NOT_CURVES = ("step", "time")
 NOT_MEASURED = ("loss", "grad_norm")
-"""Fields that are 0 in the event of a skipped step, where they have no value."""
+"""Fields that are 0 in the event of a skipped step, which has no such value."""
 
 
 class ReportLost(Exception):
-    """A view of the events that can no longer be written; the message says which, and why."""
+    """A report that can no longer be written; the message names it and the reason."""
 
 
 class EventLog:
@@ -82,9 +82,8 @@ class EventLog:
             raise _unwritable(path, error) from error
 
     def restore(self) -> str | None:
-        """Write the file again if it was deleted during the run; returns a notice, or None where it is in place.
-
-        Raises OutputError where another file is in its place.
+        """Write the file again if it was deleted during the run; returns a notice, or None if it is in place. Raises
+        OutputError if another file is in its place.
         """
         try:
             number = self._file.fileno()
@@ -124,7 +123,7 @@ class EventLog:
 
 
 def read_events(path: str | Path) -> list[Event]:
-    """The valid events: each step once, however often the run was killed and resumed."""
+    """Read the valid events: each step once, however often the run was killed and resumed."""
     events: list[Event] = []
     for event in all_events(Path(path)):
         if event["kind"] == "resume":
@@ -134,7 +133,7 @@ def read_events(path: str | Path) -> list[Event]:
 
 
 def all_events(path: Path) -> Iterator[Event]:
-    """Every event that was written, including those that a resume revokes."""
+    """Read every event, including those that a resume revokes."""
     try:
         with files.open_regular(path) as file:
             lines = file.read().split(b"\n")
@@ -145,10 +144,10 @@ def all_events(path: Path) -> Iterator[Event]:
 
 
 class EventTail:
-    """Reads a log while it is written: each ``read`` goes on where the one before ended.
+    """Reads a log while it is written: each ``read`` continues where the last one ended.
 
-    Half a line at the end is left for the next time. A file that was written again, or is another one, is read from its
-    beginning, and ``num_begun`` counts that.
+    Half a line at the end is left for the next ``read``. A file that was written again or replaced is read from its
+    beginning, which ``num_begun`` counts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -158,8 +157,8 @@ class EventTail:
         self._inode, self._offset, self._num_lines = 0, 0, 0
 
     def read(self) -> Iterator[tuple[int, Event]]:
-        """The whole lines that were appended: where each begins, and its event without the lists of ``LONG``. They are
-        those that were written; ``stands`` says which a resume revokes. Raises DataError for a line that is no event.
+        """Read the appended lines: the offset of each, and its event without the lists of ``LONG``. Also events that a
+        resume revokes (``stands``). Raises DataError for a line that is no event.
         """
         try:
             with files.open_regular(self.path) as file:
@@ -180,7 +179,7 @@ class EventTail:
 
 
 def event_at(path: Path, offset: int) -> Event:
-    """The event of the line that begins there."""
+    """Read the event whose line begins at a byte."""
     try:
         with files.open_regular(path) as file:
             file.seek(offset)
@@ -190,7 +189,7 @@ def event_at(path: Path, offset: int) -> Event:
 
 
 def newest_first(path: Path) -> Iterator[Event]:
-    """The valid events from the last one back; reads no more of a long file than is consumed."""
+    """Read the valid events, last one first; of a long file only as much as is consumed."""
     resumes: list[Event] = []
     for number, line in enumerate(_lines_back(path), start=1):
         event = _parse(f"{path}, line {number} from its end", line)
@@ -247,8 +246,8 @@ def to_json(value: Any) -> Any:
 
 
 def _parse_short(place: str, line: bytes) -> Event:
-    """A step's or a rollout's event with the lists of ``LONG`` empty: they are most of it, and parse more slowly than
-    their ends are found. Other events are whole.
+    """Parse an event; of steps and rollouts with the lists of ``LONG`` empty, which take longer to parse than to
+    skip.
     """
     if not line.startswith(LONG_KINDS):
         return _parse(place, line)
@@ -265,7 +264,7 @@ def _parse_short(place: str, line: bytes) -> Event:
 
 
 def _end_of_list(line: bytes, begin: int) -> int | None:
-    """Where the bracket is that ends a list of numbers or of texts, whose first entry begins at ``begin``."""
+    """Position of the bracket that ends a list of numbers or texts, whose first entry begins at ``begin``."""
     if line[begin : begin + 1] != b'"':
         end = line.find(b"]", begin)
         return None if end < 0 else end
@@ -283,24 +282,28 @@ def _parse(place: str, line: bytes) -> Event:
         event = _read_json(line)
     except (ValueError, RecursionError):
         event = None
+    problem = ""
     if not isinstance(event, dict) or event.get("kind") not in KINDS:
-        raise DataError(
-            f"found a line that is no event at {place}; expected a JSON object with 'kind', one of "
-            f"{', '.join(KINDS)}; remove the line if the file was edited by hand"
+        problem = (
+            f"a line that is no event at {place}; expected a JSON object with 'kind', one of {', '.join(KINDS)}; "
+            "remove the line if the file was edited by hand"
         )
-    if not (isinstance(event.get("step", 0), int) and isinstance(event.get("from_step", 0), int)):
-        raise DataError(f"found a step that is no integer at {place}; expected a count; correct it")
-    if event["kind"] == "resume" and "from_step" not in event:
-        raise DataError(f"found a resume without from_step at {place}; expected a step; correct it")
+    elif not all(isinstance(event.get(key, 0), int) for key in ("step", "from_step")):
+        problem = f"a step that is no integer at {place}; expected a count; correct it"
+    elif event["kind"] == "resume" and "from_step" not in event:
+        problem = f"a resume without from_step at {place}; expected a step; correct it"
+    if problem:
+        raise DataError(f"found {problem}")
     if b'nan"' in line or b'inf"' in line:  # seldom, and to look at each value takes longer
         for key, value in event.items():
             if type(value) is str and value in NOT_FINITE:
                 event[key] = NOT_FINITE[value]
-    return event
+    parsed: Event = event
+    return parsed
 
 
 def _read_json(line: bytes) -> Any:
-    """By pydantic's parser, which is thrice as fast as json's, but refuses half a surrogate pair."""
+    """Parse with pydantic, three times as fast as json, or with json, which accepts half a surrogate pair."""
     try:
         return from_json(line, cache_strings="keys")
     except ValueError:
@@ -308,9 +311,7 @@ def _read_json(line: bytes) -> Any:
 
 
 def with_intervals(event: Event) -> dict[str, tuple[Any, Any, Any]]:
-    """The fields of an evaluation, each with the bounds of its interval, ``NAME_low`` and ``NAME_high``; None where it
-    has none.
-    """
+    """Field of an evaluation -> value and bounds (``NAME_low``, ``NAME_high``), which may be None."""
     return {
         name: (value, event.get(f"{name}_low"), event.get(f"{name}_high"))
         for name, value in event.items()
@@ -319,13 +320,13 @@ def with_intervals(event: Event) -> dict[str, tuple[Any, Any, Any]]:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The curves of an event, ``train/loss`` and others; empty for events that are no measurement."""
+    """Curve -> value of an event, such as ``train/loss``; empty for kinds without curves."""
     prefix = PREFIXES.get(event["kind"])
     return {f"{prefix}/{name}": float(value) for name, value in measured(event).items()}
 
 
 def measured(event: Event) -> dict[str, float]:
-    """The numbers of an event that are points of curves, by the names that they have in it."""
+    """Field -> number of an event that is a point of a curve."""
     if event["kind"] not in PREFIXES:
         return {}
     left_out = NOT_CURVES + (NOT_MEASURED if event.get("skipped") else ())

@@ -1,4 +1,4 @@
-"""The samples of a step as texts, for sinks that show tables: some of those that the recorder records.
+"""Samples of a step as texts, for sinks that show tables; the recorder chooses them.
 
     table = shown(rows)              at most ROWS rows, each text at most CHARACTERS long
 
@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 ROWS = 16
 """Samples of a step in a table."""
 CHARACTERS = 2000
-"""Characters of a prompt or an answer in a table; of a longer prompt the last ones, of a longer answer the first."""
+"""Most characters of a text in a table: the last ones of a prompt, the first ones of an answer."""
 
 
 class ShownSample(NamedTuple):
-    """A row of a table. Numbers are None where the method has none."""
+    """A row of a table. A number is None where the method has none."""
 
     sample_id: str
     prompt: str
@@ -27,7 +27,7 @@ class ShownSample(NamedTuple):
     advantage: float | None = None
     """Mean over the sampled tokens."""
     logprob: float | None = None
-    """Mean over the targets, by the weights that the step began with."""
+    """Mean over the targets, by the weights before the update."""
 
 
 COLUMNS = ShownSample._fields
@@ -35,13 +35,13 @@ COLUMNS = ShownSample._fields
 
 @runtime_checkable
 class SampleSink(Protocol):
-    """A sink that shows samples too."""
+    """A sink that also shows samples."""
 
     def samples(self, step: int, rows: list[ShownSample]) -> None: ...
 
 
 def shown(rows: Iterable[ShownSample]) -> list[ShownSample]:
-    """The rows of a table, bounded."""
+    """Limit the rows of a table and their texts."""
     return [
         row._replace(
             prompt=row.prompt[-CHARACTERS:],
@@ -52,7 +52,7 @@ def shown(rows: Iterable[ShownSample]) -> list[ShownSample]:
 
 
 def as_markdown(rows: Iterable[ShownSample]) -> list[list[str]]:
-    """Headings and rows of cells for viewers that read Markdown: each text is shown as it is, line by line."""
+    """Headings and rows of cells for viewers that read Markdown; indented texts are shown unchanged."""
     return [list(COLUMNS), *([_cell(value) for value in row] for row in rows)]
 
 

@@ -22,7 +22,7 @@ from taut.train.log.events import Event, ReportLost, scalars
 from taut.train.log.samples import COLUMNS, ShownSample, as_markdown
 
 TEXT = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-"""What makes a tensor of strings a table in TensorBoard's text view."""
+"""Metadata with which TensorBoard's text view shows a tensor of strings as a table."""
 
 
 class TensorBoard:

@@ -20,7 +20,7 @@ from taut.train.log.events import Event, ReportLost, scalars
 from taut.train.log.samples import COLUMNS, ShownSample
 
 FAILURES = (OSError, ValueError, RuntimeError, DatabaseError)
-"""What trackio raises where it cannot write, is not logged in, or its server refuses."""
+"""Errors that trackio raises if it cannot write, is not logged in, or its server refuses."""
 
 
 class Trackio:

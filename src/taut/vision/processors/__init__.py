@@ -14,9 +14,8 @@ from transformers import AutoImageProcessor, PreTrainedConfig, ProcessorMixin
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut import capabilities
 from taut.errors import ModelError
-from taut.io import hub
+from taut.io import capabilities, hub
 from taut.vision.placeholders import Processor
 from taut.vision.processors.family import ModelFiles
 from taut.vision.processors.gemma3 import Gemma3
@@ -64,29 +63,30 @@ def open_processor(
     trust_remote_code: bool = False,
     min_pixels: int | None = None,
 ) -> Processor | None:
-    """The processor of the model at ``path``; None: the model takes no pictures. ``min_pixels``: the lower limit of a
-    picture in place of its own; refused where the family has none.
+    """Open the processor of the model at ``path``; None where the model takes no pictures. ``min_pixels``: the lower
+    limit of a picture in place of its own; refused where the family has none.
     """
     if getattr(config, "vision_config", None) is None:
         return None
-    kind = PROCESSORS.get(config.model_type)
+    # The family, and what it can do.
+    kind, fault = PROCESSORS.get(config.model_type), ""
     if kind is None:
-        raise ModelError(
-            f"model={path} is a {config.model_type}, whose pictures are not supported; expected one of "
-            f"{', '.join(PROCESSORS)}; use a model of these families, or a text model"
+        fault = (
+            f"are not supported; expected one of {', '.join(PROCESSORS)}; use a model of these families, or a text "
+            "model"
         )
-    if min_pixels is not None and kind.family is not Qwen:
-        raise ModelError(
-            f"model={path} is a {config.model_type}, whose pictures have no lower limit; expected images.min_pixels "
-            "unset; remove it"
-        )
+    elif min_pixels is not None and kind.family is not Qwen:
+        fault = "have no lower limit; expected images.min_pixels unset; remove it"
+    if kind is None or fault:
+        raise ModelError(f"model={path} is a {config.model_type}, whose pictures {fault}")
     capabilities.require("a model with pictures", f"model={path}")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _FILES):
         raise ModelError(
-            f"model={path} has no preprocessor_config.json, which says how pictures are scaled and cut; expected it "
-            f"next to config.json; copy {' and '.join(_FILES)}, as far as they exist, from the base model"
+            f"model={path} has no preprocessor_config.json; expected it next to config.json; copy "
+            f"{' and '.join(_FILES)}, as far as they exist, from the base model"
         )
     try:
+        # The library's image processor, of the classes that the family expects.
         place, revision = hub.pinned(path)
         settings, _ = ImageProcessingMixin.get_image_processor_dict(place, **revision)
         own, _ = ProcessorMixin.get_processor_dict(place, **revision)
@@ -114,7 +114,7 @@ def open_processor(
 
 
 def _require_class(path: str, named: str | None, *expected: str) -> None:
-    """A class that the files name has to be the family's; they need not name one."""
+    """Raise ModelError for a class that the files name and that is not the family's."""
     if named is not None and named.removesuffix("Fast").removesuffix("Pil") not in expected:
         raise ModelError(
             f"model={path}: its pictures are for {named}; expected {expected[0]}, which goes with its config.json; "

@@ -44,8 +44,8 @@ class ModelFiles(NamedTuple):
         value = getattr(self.images, name, None)
         if value != expected and not (value is None and expected is False):
             raise ModelError(
-                f"model={self.path}: {name}={value} in preprocessor_config.json; expected {expected}, the only value "
-                "for which the text of a picture is known; set it so, or use another model"
+                f"model={self.path}: {name}={value} in preprocessor_config.json; expected {expected}: no other value "
+                "is supported; set it so, or use another model"
             )
 
     def named_token(self, name: str, default: str | None = None) -> str:
@@ -53,8 +53,8 @@ class ModelFiles(NamedTuple):
         token = getattr(self.tokenizer, name, None) or default
         if token is None:
             raise ModelError(
-                f"model={self.path}: the tokenizer does not say what its {name} is; expected it under "
-                "extra_special_tokens in tokenizer_config.json; copy the tokenizer's files from the base model"
+                f"model={self.path}: the tokenizer has no {name}; expected it under extra_special_tokens in "
+                "tokenizer_config.json; copy the tokenizer's files from the base model"
             )
         return str(token)
 

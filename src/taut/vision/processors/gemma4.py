@@ -44,9 +44,8 @@ class Gemma4(Family):
     def shape(self, width: int, height: int, num_pictures: int) -> Shape:
         if self._sees_both_ways:
             raise ModelError(
-                f"model={self._path}: the tokens of a picture see each other both ways in layers with a window, and in "
-                "those alone; expected rows without pictures, or a model whose use_bidirectional_attention is none "
-                "(E2B, E4B); take another model, or leave the pictures out"
+                f"model={self._path}: the tokens of a picture see each other both ways; expected "
+                "use_bidirectional_attention none (E2B, E4B); take such a model, or leave the pictures out"
             )
         try:
             rows, columns = get_aspect_ratio_preserving_size(

@@ -14,7 +14,7 @@ from taut.vision.placeholders import Shape
 from taut.vision.processors.family import Family, ModelFiles, sides
 
 _CUT = {"crop_to_patches": True}
-"""What the library's processor asks for, whatever preprocessor_config.json says."""
+"""Settings that the library's processor sets, whatever preprocessor_config.json says."""
 
 
 class InternVL(Family):

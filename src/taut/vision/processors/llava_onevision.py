@@ -61,15 +61,15 @@ class LlavaOnevision(Family):
         )
 
     def shape(self, width: int, height: int, num_pictures: int) -> Shape:
-        num_tokens = self._side**2
+        num_tokens = self._side**2  # the view of the whole
         if num_pictures == 1:
             num_tokens += self._num_in_tiles(width, height)
         else:
             num_tokens += 1
             if max(width, height) > _MAX_SIDE:
                 raise DataError(
-                    f"a picture of {width}x{height} pixels in a row of {num_pictures}; expected sides of at most "
-                    f"{_MAX_SIDE}, for the model puts it into a square; scale it down (data.images.max_pixels)"
+                    f"a picture of {width}x{height} pixels in a row of {num_pictures}, put into a square; "
+                    f"expected sides of at most {_MAX_SIDE}; scale it down (data.images.max_pixels)"
                 )
         return Shape(self.placeholder * num_tokens, num_tokens)
 

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from taut.config import Decision
 from taut.errors import DataError, OutputError
-from taut.train.log import EventLog, LogConfig, RunLog, read_events
+from taut.train.log import EventLog, RunLog, read_events
 from taut.train.log import events as runlog_events
 from taut.train.log.events import Event, newest_first
+from taut.train.settings import LogConfig
 
 
 class Kept:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from taut.train.log import Event, LogConfig, RunLog, Sink, read_events
+from taut.io import progress
+from taut.train.log import Event, RunLog, Sink, read_events
 from taut.train.log.console import ConsoleReport
 from taut.train.log.events import scalars
 from taut.train.log.tensorboard import TensorBoard
+from taut.train.settings import LogConfig
 
 
 def step(number: int, **fields: Any) -> Event:
@@ -190,6 +193,15 @@ def test_a_terminal_gets_a_bar_that_is_redrawn() -> None:
     assert "loss 0.3333" in text
 
 
+def test_the_bar_says_what_is_done_after_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what was done before it began, by another command of this process."""
+    now = time.monotonic()
+    monkeypatch.setattr(progress, "_phase", progress.Phase("reading", now - 100))
+    assert "reading" not in told(START, step(4), is_terminal=True)
+    monkeypatch.setattr(progress, "_phase", progress.Phase("evaluating at the end", now + 100))
+    assert "evaluating at the end" in told(START, step(4), is_terminal=True)
+
+
 @pytest.mark.parametrize("width", [60, 80])
 @pytest.mark.parametrize("is_rolled_out", [False, True])
 def test_a_narrow_terminal_keeps_step_loss_and_time_left(width: int, is_rolled_out: bool) -> None:
@@ -232,8 +244,16 @@ def test_no_bar_stands_before_the_first_step() -> None:
 
 
 def test_a_gpu_says_its_own_memory() -> None:
-    assert "5.0 GB" in told(START, step(1, memory_bytes=5_000_000_000))
-    assert "GB" in told(START, step(1))
+    assert "  peak 5.0 GB" in told(START, step(1, memory_bytes=5_000_000_000))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is /proc that says it")
+def test_a_process_says_what_it_holds_and_its_peak() -> None:
+    ballast = bytearray(2**30)
+    ballast[::4096] = b"x" * 2**18
+    del ballast
+    (now, peak) = re.findall(r"  ([\d.]+) GB, peak ([\d.]+) GB\n", told(START, step(1)))[0]
+    assert float(now) < float(peak) - 0.9
 
 
 def test_nothing_is_said_to_be_shared_where_nothing_is() -> None:
@@ -418,7 +438,7 @@ def test_a_report_that_fails_does_not_end_the_run(
     module = SimpleNamespace(init=lambda **_: run, Error=Lost, Settings=SimpleNamespace)
     (tmp_path / "resolved.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.setattr("taut.extras.find_spec", lambda _: True)
+    monkeypatch.setattr("taut.io.extras.find_spec", lambda _: True)
     monkeypatch.delitem(sys.modules, "taut.train.log.wandb", raising=False)
     config = LogConfig(console=False, tensorboard=True, wandb="p")
     with RunLog().open(tmp_path, config) as log:

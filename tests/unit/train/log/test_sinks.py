@@ -18,10 +18,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from taut.errors import ConfigError
-from taut.train.log import LogConfig, RunLog, ShownSample, read_events
-from taut.train.log.own import load_sinks
+from taut.train.log import RunLog, ShownSample, read_events
+from taut.train.log.custom_sink import load_sinks
 from taut.train.log.samples import CHARACTERS, ROWS, shown
 from taut.train.run_dir import MARK, REPORT_ID, report_id
+from taut.train.settings import LogConfig
 
 SECRET = "hunter2hunter2"
 CONFIG = {
@@ -54,7 +55,7 @@ def own(folder: Path, body: str) -> str:
 def report(out: Path, config: LogConfig, *, from_step: int | None = None) -> None:
     """A short run with every kind of secret in its events."""
     argv = ["taut", "sft", f"model={CONFIG['model']}", "--hf-token", SECRET, f"x.api_key={SECRET}"]
-    with RunLog(own=load_sinks(config.sinks)).open(out, config) as log:
+    with RunLog(custom=load_sinks(config.sinks)).open(out, config) as log:
         log.emit("start", num_steps=3, argv=argv, environment={"HF_TOKEN": SECRET})
         if from_step is not None:
             log.emit("resume", from_step=from_step)
@@ -144,7 +145,7 @@ def test_one_that_is_closed_without_an_end_tells_stderr(
 ) -> None:
     body = "def __call__(self, event): pass\ndef close(self):\n    raise OSError('full')"
     config = LogConfig(console=False, sinks=[own(tmp_path, body)])
-    with RunLog(own=load_sinks(config.sinks)).open(out, config) as log:
+    with RunLog(custom=load_sinks(config.sinks)).open(out, config) as log:
         log.emit("start")
     assert "taut: warning: the sink " in capsys.readouterr().err
 

@@ -1,0 +1,232 @@
+"""docs/recipes.md: ``python -m tests.tools.migrate.page`` writes it from the table of traps, and a test holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from taut.methods import METHODS
+from taut_tools.migrate.dialects import DIALECTS
+from taut_tools.migrate.frameworks import tables_of
+from taut_tools.migrate.traps import Trap, all_traps
+
+PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
+
+ORDER = ("lacking, no run", "lacking", "lacking, same result", "needless", "machine")
+
+INTRODUCTION = """\
+# Recipes of other frameworks
+
+    taut import trl:run.sh > run.toml       the run of a recipe of TRL, as a file
+    taut check --recipe trl:run.sh          which known traps it walks into, and the same run as a command
+
+Both read recipes of TRL, open-r1, ms-swift with Megatron-SWIFT (`swift:`), OpenRLHF (`openrlhf:`), LLaMA-Factory
+(`llamafactory:`) and axolotl (`axolotl:`). Nothing is run and nothing is downloaded. The base installation is enough:
+without transformers, what only the model's tokenizer can tell is listed as not decided.
+
+A recipe is a YAML or JSON file of settings, or the shell script that starts the training:
+
+| framework | what is read |
+|---|---|
+| `trl` | the file of `trl METHOD --config FILE`; scripts with `trl METHOD`, METHOD.py, or a script of its examples |
+| `open-r1` | recipes/MODEL/METHOD/config.yaml; scripts that start src/open_r1/METHOD.py |
+| `swift` | the file of `swift sft FILE`; scripts with `swift` or `megatron`, then `sft`, `rlhf` or `pt` |
+| `openrlhf` | scripts with openrlhf.cli.train_METHOD, in its dotted names of 0.11 and the flat ones before |
+| `llamafactory` | the file of `llamafactory-cli train FILE`; its `dataset_info.json` where it is here |
+| `axolotl` | the file of `axolotl train FILE` |
+
+The following of a script is read: assignments, lists, here-documents, quotes, continued lines, `$NAME`,
+`${NAME:-default}`, `${NAME:=default}`, what `bash -c` runs, and the files of settings it names. Arithmetic over known
+integers is computed (`$(expr 16 / $N)`, `$((16 / N))`). Another value that would have to be computed (`$(nproc)`, `$1`)
+is listed under "Not read", and what depends on it under "Not decided"; nothing is guessed. Options that the framework
+does not have are listed with the nearest one that it has.
+
+Traps belong to releases. Without a word the newest release known is meant, for open-r1 the trl that it pins; another is
+said as `trl==0.18.0:recipe.yaml`. A file of settings that may be for several methods is refused until the method is
+said: `trl.dpo:recipe.yaml`.
+
+Some traps depend on the model: which token its template ends turns with, whether pad is eos, whether layers carry state
+across tokens. They are decided where the model is a directory here or lies in the Hugging Face cache, and are "not
+decided" otherwise. The same holds of the data's first row.
+
+| severity | meaning |
+|---|---|
+| wrong | the training silently differs from the recipe; exit code 1 |
+| late | it shows only later: refused or broken under way, at evaluation or when served |
+| slow | right, but it costs time, memory or learning |
+
+## The same run in taut
+
+The file that `taut import` writes has the recipe's line at each key:
+
+```toml
+[optim]
+learning_rate = 1e-06  # run.sh:24 learning_rate
+weight_decay = 0.1  # what swift does where nothing is set
+```
+
+The framework's own defaults are in the file too, so that no default of taut's takes their place. Every option of the
+recipe, every environment variable that it sets and every option of its launcher has one outcome:
+
+| outcome | meaning |
+|---|---|
+| carried | keys of taut have its meaning |
+| needless | taut needs no setting for it, or it is off |
+| machine | it concerns processes, memory, logs or saving, not what is learned |
+| lacking | taut has nothing of equal meaning, or its value is not known |
+
+An option that the framework does not have is lacking. Where something is lacking that changes what is learned, the exit
+code is 1, each is named, and the file is written with `--force` alone. A method, a task, a tuner, an optimizer or a
+loss that taut does not have is refused by its name: there is no file.
+
+The objective comes first: `trl kto` becomes `taut kto`, `loss_type: simpo` of CPO `taut simpo`, `gkd` with `lmbda: 0`
+`taut distill`, `openrlhf.cli.train_ppo_ray` without a critic `taut grpo`. These become runs:
+
+{METHODS}
+
+- **The batch** is a product over the processes. How many there are is read from torchrun, accelerate, deepspeed, the
+  files that they name, `NPROC_PER_NODE`, `NNODES`, `CUDA_VISIBLE_DEVICES` and OpenRLHF's numbers of GPUs. Where the
+  recipe does not say it, the run is for one process, which is listed as assumed; `--processes 8` says it. GRPO counts
+  prompts in taut and completions elsewhere: a step's completions are divided by the size of a group, and refused where
+  that is no whole number.
+- **Packs**: TRL, ms-swift, LLaMA-Factory and axolotl count a packed batch in packs of `max_length` tokens. It becomes
+  `batch.tokens_per_step`, the tokens of all packs of a step. Packs are seldom quite full, so a step here has a few more
+  samples; no sample is cut.
+- **Models** with pictures that taut refuses to open ([vision](vision.md)) are lacking, by their names where they are
+  not here: the run would end before it begins.
+- **Data** keep the names that hubs have for them; ModelScope's become `ms://owner/name`. `NAME#500` is `limit = 500`, a
+  share that is held out is `share`, of rows by their hash. Of `swift/self-cognition`, which has 108 rows, it is a
+  `weight`, `model_name` and `model_author` are its `replace`, and the subsets `qwen3` and `empty_think` its `prepend`
+  and `append`.
+- **Rewards** with names of TRL, open-r1 and ms-swift become [rewards](rewards.md) of taut's. A class that a plugin of
+  ms-swift registers is called unchanged, `plugin.py:CLASS`, and so are OpenRLHF's `FILE.py` and an import path of TRL
+  whose file is here; other functions of the recipe's own are named as `own.py:NAME`, and are lacking until they are in
+  a file.
+- **Dropout** of adapters is in force in GRPO where each answer is trained on once. It is left out where answers are
+  compared; of the frameworks that leave it on there, it is lacking.
+
+Some values only you know. They are comments in the file, `# train = ?`, with the reason: a chat template written into
+the recipe, modules that peft chooses by the model's type where that is not known, a value that a script computes.
+
+Where torch is installed, the classes of the configuration check the file, and the file says so.
+
+## JSON
+
+One object. `schema` is `taut.recipe/3`; the number is raised whenever a field changes its meaning or goes.
+
+| field | what |
+|---|---|
+| `file`, `framework`, `library`, `version`, `version_reason` | what was read, and which release was assumed, and why |
+| `method`, `method_reason`, `model`, `data` | what it trains |
+| `outcome` | `failed` where it walks into a trap of severity wrong or an option is lacking, else `passed` |
+| `traps` | all of the framework's for the method; each has the fields below |
+| `traps[].id`, `severity`, `what`, `why`, `fix`, `taut` | the trap; `taut`: how taut does it |
+| `traps[].versions`, `versions_note`, `classes`, `threads`, `source` | where it is known, and from where |
+| `traps[].state` | `walks_in`, `clear`, `undecided` |
+| `traps[].because` | the settings with their lines, or why it could not be decided |
+| `traps[].seen` | how far we saw it: `source` (the files and releases named), `thread`, `run` |
+| `unknown_keys` | `key, place, nearest` |
+| `unread` | lines on what could not be resolved |
+| `carried.method` | the method of taut, or empty |
+| `carried.command` | the command, or null where there is no such run in taut |
+| `carried.settings` | taut's keys with their values |
+| `carried.unfilled` | taut's keys that you have to fill in, with the reason |
+| `carried.assumed` | lines on what the recipe does not say and the run rests on |
+| `carried.options` | all options, variables (`$NAME`) and options of the launcher (`--NAME`); secrets are `***` |
+| `carried.options[].key`, `place`, `value` | the option; `place` is null where it is not set and that is lacking |
+| `carried.options[].outcome`, `why`, `keys` | one of the four; the reason; the keys of taut that say it |
+| `carried.options[].changes_result` | whether what is learned is another model without it |
+
+## An option
+
+The names, the defaults and the outcomes of a framework's options are a file of `src/taut_tools/migrate/frameworks`;
+what takes arithmetic or several options is in `src/taut_tools/migrate/topics`, one file for each topic. `python
+benchmarks/recipes.py swift:DIR` counts the outcomes of the recipes in a directory and compares its reading with bash
+and PyYAML. `python -m benchmarks.recipes_beside` runs recipes by their framework and as they are imported: the first
+losses are equal to 1e-5 ([benchmarks](benchmarks.md#recipes-beside-their-framework)).
+
+What it counted over the frameworks' own repositories, in November 2026; exact: nothing that changes what is learned is
+left out; offered: what is left out is named; refused: the option that says why there is no such run is named:
+
+| | recipes | exact | offered | refused |
+|---|---|---|---|---|
+| open-r1 | 21 | 12 | 6 | 3 |
+| OpenRLHF | 23 | 12 | 7 | 4 |
+| ms-swift, Megatron-SWIFT | 400 | 197 | 136 | 65, and 2 that name no teacher |
+| TRL | 146 | 82 | 30 | 34 |
+| LLaMA-Factory | 105 | 35 | 28 | 40, and 2 files of data |
+| axolotl | 327 | 85 | 198 | 41, and 3 files that are no recipes |
+
+What is most often lacking of axolotl's are prompts that it writes itself (`type: alpaca` and the like, 108):
+taut takes the model's chat template. Models whose pictures taut does not read count as offered.
+
+## A new trap
+
+One entry in `src/taut_tools/migrate/table`, with a recipe that walks in and the change that makes it clear; the tests
+take both from there. `src/taut_tools/migrate/traps.py` says how its condition is written and what the fields mean,
+`src/taut_tools/migrate/facts.py` what it may ask beyond the settings.
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    sections = "".join(_section(name) for name in ("trl", "open-r1", "swift", "openrlhf"))
+    introduction = INTRODUCTION.replace("{METHODS}", _methods())
+    return f"{introduction}{_options()}\n## The traps\n{sections}"
+
+
+def _methods() -> str:
+    """What becomes of each framework's methods."""
+    head = "| framework | methods |\n|---|---|\n"
+    rows = (
+        f"| {tables.title} | {', '.join(name for name in tables.methods if tables.methods[name] in METHODS)} |\n"
+        for tables in map(tables_of, DIALECTS)
+    )
+    return (head + "".join(rows)).rstrip()
+
+
+def _options() -> str:
+    """The options of the tables by outcome and reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for tables in map(tables_of, DIALECTS):
+        for name, entry in tables.lacking.items():
+            outcome = (
+                "lacking, no run"
+                if entry.refuses
+                else "lacking"
+                if entry.changes
+                else "lacking, same result"
+            )
+            reasons.setdefault((outcome, entry.why), []).append(name)
+        for outcome, table in (("needless", tables.needless), ("machine", tables.machine)):
+            for name, why in table.items():
+                reasons.setdefault((outcome, why), []).append(name)
+    head = "## Options that are not carried\n\n| outcome | why | options |\n|---|---|---|\n"
+    rows = (
+        f"| {outcome} | {why} | {', '.join(f'`{name}`' for name in dict.fromkeys(names))} |\n"
+        for (outcome, why), names in sorted(
+            reasons.items(), key=lambda item: ORDER.index(item[0][0])
+        )
+    )
+    return head + "".join(rows)
+
+
+def _section(framework: str) -> str:
+    traps = [trap for trap in all_traps() if framework in trap.frameworks]
+    head = f"\n### {framework}\n\n| trap | methods | severity | what happens | releases |\n|---|---|---|---|---|\n"
+    return head + "".join(_row(trap, DIALECTS[framework].methods) for trap in traps)
+
+
+def _row(trap: Trap, methods: tuple[str, ...]) -> str:
+    cells = (
+        f"`{trap.id}`",
+        " ".join(method for method in trap.methods if method in methods),
+        trap.severity,
+        " ".join(trap.what.split()),
+        trap.affected,
+    )
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
