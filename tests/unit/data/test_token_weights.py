@@ -248,3 +248,28 @@ def test_weights_stay_with_their_targets_when_blocks_are_joined(weights: tuple[f
     arrays = builder.build().arrays
     assert arrays.get("target_weight", np.ones(9)).tolist() == expected
     assert ("target_weight" in arrays) == (2.0 in weights)
+
+
+def test_a_stored_sample_has_its_own_weights_and_reads() -> None:
+    """A sample has more targets than reads, so the offsets of one are wrong for the other."""
+    builder, samples = ShardBuilder(), list[Sample]()
+    for number in (1, 2, 3):
+        targets = np.arange(1, number + 3)
+        samples.append(
+            Sample(
+                f"f:{number}",
+                np.arange(number + 3),
+                targets,
+                number + targets / 8,
+                read_at_R=targets[:number],
+                read_values={"label": 10.0 * number + np.arange(number)},
+            )
+        )
+    builder.add((number, sample.id, [sample]) for number, sample in enumerate(samples, start=1))
+    shard = builder.build()
+    for index, sample in enumerate(samples):
+        stored = shard.sample(index, sample.id)
+        assert stored.weight_N.tolist() == sample.weight_N.tolist()
+        assert stored.read_at_R is not None and sample.read_at_R is not None
+        assert stored.read_at_R.tolist() == sample.read_at_R.tolist()
+        assert stored.read_values["label"].tolist() == sample.read_values["label"].tolist()
