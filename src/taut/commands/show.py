@@ -1,9 +1,10 @@
 """``taut show``: a preview of a run.
 
-Prints the resolved configuration (set keys first, then defaults), the automatic decisions with reasons, the data report
-with all dropped and cut rows, the savings of packing and shared prefixes in the first steps, and the first samples with
-marked targets. Targets are in brackets and in green, so that pipes and color-blind readers see them; special tokens
-are written out, and a target that ends a turn has its own mark.
+Prints the keys that are set, the automatic decisions with reasons, the data report with all dropped and cut rows, the
+savings of packing and shared prefixes in the first steps, the first samples with marked targets, and the keys left at
+their defaults. Of a large file that no command has tokenized yet, the first rows alone are read. Targets are in
+brackets and in green, so that pipes and color-blind readers see them; special tokens are written out, and a target that
+ends a turn has its own mark.
 
 The steps have the order, budget and policy of the run, on a skeleton of the model. No weights are loaded, nothing is
 computed and nothing is written (tokenized data goes to the cache).
@@ -46,6 +47,8 @@ from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import Sample
 
+FIRST_ROWS = 500
+"""Rows to read of a large source that no command has tokenized yet."""
 NUM_SAMPLES = 3
 NUM_STEPS = 5
 """Steps to preview."""
@@ -61,10 +64,14 @@ LONGEST_TARGET = 2_000
 def show(run: RunConfig, console: Console | None = None) -> None:
     """Print the decisions of ``run``, its first samples with the learned tokens marked, and its first steps."""
     ranks = distributed.start(run.device, run.parallel)
-    inputs = load_inputs(run, ranks)
+    inputs = load_inputs(run, ranks, first_rows=FIRST_ROWS)
     use_cpu_matmul(run, ranks)
     if ranks.is_writer:
-        _print(run, inputs, ranks, console or Terminal())
+        console = console or Terminal()
+        set_keys, defaults = _configuration(run)
+        _section(console, "configuration", set_keys)
+        _print(run, inputs, ranks, console)
+        _section(console, "defaults", defaults)
     distributed.stop(ranks)
 
 
@@ -80,7 +87,6 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
     method, num_steps, _ = run.plan(inputs.train)
 
-    _section(console, "configuration", *_configuration(run))
     decisions_table = _grid(3)
     for name, value, reason in decisions:
         decisions_table.add_row(Text(name, "bold"), Text(value), Text(reason, "dim"))
@@ -103,7 +109,9 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
             break
         trees = method.prepare(step)
         plans.append(step_plan(step, trees, lay_out(trees, budget, policy)))
-    _section(console, "plan", *_plan(plans, num_steps, ranks.num_shares, policy))
+    is_first_look = any(part.is_first_look for part in inputs.train.parts)
+    title = "plan, of the first rows alone" if is_first_look else "plan"
+    _section(console, title, *_plan(plans, num_steps, ranks.num_shares, policy))
     # the first samples
     marks = marks_for(console)
     legend = Text.assemble(
@@ -161,8 +169,8 @@ def _indented(part: Any) -> Padding:
     return Padding(part, (0, 0, 0, 2), expand=False)
 
 
-def _configuration(run: RunConfig) -> Iterator[Table]:
-    """The set keys, one per line with the default; then the default keys, one table per line."""
+def _configuration(run: RunConfig) -> tuple[Table, Table]:
+    """The set keys, one per line with the default; and the default keys, one table per line."""
     tree = to_dict(run)
     set_keys, defaults_by_table = _grid(3), _grid(2)
     defaults: dict[str, list[str]] = {}
@@ -177,10 +185,7 @@ def _configuration(run: RunConfig) -> Iterator[Table]:
             set_keys.add_row(Text(row.key, "bold"), Text(value, "yellow"), Text(was, "dim"))
     for table, pairs in defaults.items():
         defaults_by_table.add_row(Text(table, "dim"), Text("  ".join(pairs), "dim"))
-    yield set_keys
-    defaults_by_table.title, defaults_by_table.title_style = "\ndefault values", "dim italic"
-    defaults_by_table.title_justify = "left"
-    yield defaults_by_table
+    return set_keys, defaults_by_table
 
 
 def _report(data: Dataset) -> Iterator[Text]:

@@ -55,7 +55,7 @@ from taut.data.store.pretokenized import (
 )
 from taut.data.store.remote_shards import RemoteShard, RemoteShards, ShardFetcher
 from taut.data.store.shards import VALUE, LengthCounts, Shard, Shards
-from taut.data.tokenize import TokenizeJob, choose_workers, tokenize_source
+from taut.data.tokenize import LARGE, TokenizeJob, choose_workers, tokenize_source
 from taut.errors import ConfigError, DataError, EmptyError
 from taut.io import progress
 from taut.io.console import counted
@@ -241,6 +241,8 @@ class SourceShards:
     """Store of its images."""
     remote: RemoteShards | None = None
     """Where its shards are, if they have to be fetched."""
+    is_first_look: bool = False
+    """Whether it has only the first rows of what the configuration names."""
 
     def sample(self, index: int) -> Sample:
         shard, inside = self.shards.locate(index)
@@ -527,9 +529,11 @@ def load_dataset(
     kind: Kind = "sft",
     *,
     looks_again: bool = True,
+    first_rows: int | None = None,
 ) -> Dataset:
     """Load the samples of ``config.train`` or ``config.eval``, from the cache if possible. ``looks_again``: tokenize
     again the sources whose images could not be read, or have changed; false where another process has just done so.
+    ``first_rows``: of a large source that is not in the cache, read so many rows alone.
     """
     progress.show(f"reading the data ({split})")
     require_fitting(config, kind)
@@ -557,6 +561,10 @@ def load_dataset(
             has_images = renderer.image_store is not None
             key = key_of(opened.digest, columns, limits, identity, has_images=has_images)
             cached, reason = cache.load(directory, key)
+            if cached is None and first_rows and opened.num_bytes > LARGE:
+                opened = opened.first_look(first_rows)
+                key = key_of(opened.digest, columns, limits, identity, has_images=has_images)
+                cached, reason = cache.load(directory, key)
             if cached is not None and looks_again and (reason := cached.stale_reason()):
                 cache.remove(directory, key)
                 cached = None
@@ -607,6 +615,7 @@ def load_dataset(
                 file_names=opened.names,
                 image_store=renderer.image_store,
                 remote=remote,
+                is_first_look=opened.is_first_look,
             )
         )
     return Dataset(parts, decisions, is_cached)

@@ -251,7 +251,7 @@ def choose_workers(
     """Choose the number of processes that tokenize a source. The second value is the reason, empty if one process is
     the default.
     """
-    size = sum(stamp.size for stamp in opened.stamps)
+    size = 0 if opened.is_first_look else opened.num_bytes
     cores = usable()
     num_cores = int(min(cores.num_cores, cores.quota or cores.num_cores, MAX_WORKERS))
     num_workers = configured or (max(1, num_cores) if size >= LARGE else 1)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from taut.errors import ConfigError
+from taut.io.progress import told
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -140,12 +141,13 @@ def _version(library: str) -> str:
 
 
 def requires_training(function: Callable[P, R]) -> Callable[P, R]:
-    """A function of ``import taut`` that needs the extra ``train``."""
+    """A function of ``import taut`` that needs the extra ``train``, and says what it is doing."""
 
     @wraps(function)
     def required(*arguments: P.args, **keys: P.kwargs) -> R:
         require("train", f"taut.{function.__name__}")
-        return function(*arguments, **keys)
+        with told():
+            return function(*arguments, **keys)
 
     return required
 

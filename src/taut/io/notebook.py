@@ -3,7 +3,7 @@
     def _repr_html_(self):
         return html_table("runs/a", ("check", "finding"), rows)
 
-    line = ProgressLine.in_notebook()       None outside of a notebook
+    line = ProgressLine.of_notebook()       None outside of a notebook
     line.show("step 3/9  loss 1.2", 3, 9)
 
 Every text is escaped, its control characters are shown, and secrets are hidden, as on the terminal. IPython is imported
@@ -13,12 +13,12 @@ in a notebook alone, where it is. No ipywidgets: what is drawn stays in the save
 from __future__ import annotations
 
 import html
+import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from rich.console import Console
+from typing import Any, ClassVar
 
 from taut.errors import redacted
 from taut.io.console import escaped
@@ -65,30 +65,42 @@ class _Line:
 
 
 class ProgressLine:
-    """One line, in the output of the cell that runs."""
+    """One line, in the output of the cell that runs. Threads may share it."""
+
+    _of_process: ClassVar[ProgressLine | None] = None
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._handle: Any = None
         self._line: _Line | None = None
         self._is_shown = True
         self._shown_at = -PAUSE
 
     @classmethod
-    def in_notebook(cls) -> ProgressLine | None:
-        """A line, where rich finds a notebook."""
-        return cls() if Console().is_jupyter else None
+    def of_notebook(cls) -> ProgressLine | None:
+        """The line of this process, where rich finds a notebook."""
+        if "IPython" not in sys.modules:
+            return None
+        from rich.console import Console
+
+        if not Console().is_jupyter:
+            return None
+        cls._of_process = cls._of_process or cls()
+        return cls._of_process
 
     def show(self, text: str, done: int, total: int | None) -> None:
         """Replace the line, at most once in PAUSE seconds."""
-        self._line, self._is_shown = _Line(text, done, total), False
-        if time.monotonic() - self._shown_at >= PAUSE:
-            self._draw()
+        with self._lock:
+            self._line, self._is_shown = _Line(text, done, total), False
+            if time.monotonic() - self._shown_at >= PAUSE:
+                self._draw()
 
     def close(self) -> None:
         """Show the last line, and begin another with the next ``show``."""
-        if not self._is_shown:
-            self._draw()
-        self._handle = None
+        with self._lock:
+            if not self._is_shown:
+                self._draw()
+            self._handle = None
 
     def _draw(self) -> None:
         from IPython.display import display

@@ -1,31 +1,36 @@
 """What a command is doing, on a line of the terminal that moves: ``taut: loading the model  12 s``.
 
     with drawn():                   of a command, on stderr, if that is a terminal
+    with told():                    of a function in Python: the line of a notebook, or a line for each long phase
     show("reading the data")        from now on, until the next phase or hide()
     count(512, 5_000, "rows")       how far the phase is
 
 The line is drawn again twice a second, by a thread, and wiped before anything else is printed (``Printer``). A line
 that something else has left open, as the bar of steps or a prompt, is left alone. Under several ranks the first draws.
-Where stderr is no terminal, nothing is drawn.
+TAUT_PROGRESS=off in the environment turns all of it off.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from taut.io.console import Printer, one_line
+from taut.io.notebook import ProgressLine
 
 DRAWN_EVERY = 0.5
 """Seconds between two drawings."""
 FIRST_AFTER = 0.25
 """Seconds after which a phase is drawn first: shorter ones do not flicker."""
+TOLD_AFTER = 2.0
+"""Seconds after which a phase is told where nothing can be drawn."""
 
 
 @dataclass
@@ -56,6 +61,7 @@ class Phase:
 
 
 _phase: Phase | None = None
+_is_watched = False
 
 
 def show(text: str) -> None:
@@ -83,46 +89,90 @@ def count(done: float, total: float | None, unit: str) -> None:
 
 @contextmanager
 def drawn() -> Iterator[None]:
-    """Draw the phases of the block on stderr, if that is a terminal and this is the first rank."""
-    stream = sys.stderr
-    if (
-        not stream.isatty()
-        or os.environ.get("RANK", "0") != "0"
-        or os.environ.get("TERM") == "dumb"
-    ):
-        yield
+    """Draw the phases of a command on stderr, if that is a terminal; otherwise tell them (``told``)."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        with told():
+            yield
         return
     shown = ""
-    ends = threading.Event()
 
     def wipe() -> None:
         nonlocal shown
         if shown:
-            Printer.on(stream).put_raw(f"\r{' ' * len(shown)}\r")
+            Printer.on(sys.stderr).put_raw(f"\r{' ' * len(shown)}\r")
             shown = ""
 
-    def draw() -> None:
+    def draw(phase: Phase | None) -> None:
         nonlocal shown
-        while not ends.wait(DRAWN_EVERY):
-            with Printer.lock:
-                phase = _phase
-                if phase is None or phase.seconds < FIRST_AFTER or Printer.is_line_open:
-                    wipe()
-                    continue
-                width = shutil.get_terminal_size().columns - 1
-                line = one_line(f"taut: {phase.line()}")[:width]
-                Printer.on(stream).put_raw(f"\r{line.ljust(len(shown))}")
-                shown = line
+        with Printer.lock:
+            if phase is None or phase.seconds < FIRST_AFTER or Printer.is_line_open:
+                wipe()
+                return
+            width = shutil.get_terminal_size().columns - 1
+            line = one_line(f"taut: {phase.line()}")[:width]
+            Printer.on(sys.stderr).put_raw(f"\r{line.ljust(len(shown))}")
+            shown = line
 
-    thread = threading.Thread(target=draw, name="taut-progress", daemon=True)
     before, Printer.before_write = Printer.before_write, wipe
+    try:
+        with _watched(draw):
+            yield
+    finally:
+        with Printer.lock, suppress(OSError):
+            wipe()
+        Printer.before_write = before
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Say what the block does where no line can be drawn. In a notebook it is the line of progress; elsewhere each kind
+    of phase that takes TOLD_AFTER seconds is a line on stderr, once.
+    """
+    line, kinds = ProgressLine.of_notebook(), set[str]()
+
+    def tell(phase: Phase | None) -> None:
+        if phase is None or phase.seconds < TOLD_AFTER:
+            return
+        if line is not None:
+            line.show(phase.line(), int(phase.done), int(phase.total or 0) or None)
+            return
+        kind = re.sub(r"\d+", "", phase.text)
+        if kind not in kinds:
+            kinds.add(kind)
+            Printer.on(sys.stderr).write(f"taut: {phase.text}\n")
+            Printer.on(sys.stderr).flush()
+
+    try:
+        with _watched(tell):
+            yield
+    finally:
+        if line is not None:
+            line.close()
+
+
+@contextmanager
+def _watched(look: Callable[[Phase | None], None]) -> Iterator[None]:
+    """Call ``look`` with the phase twice a second while the block runs, on the first rank. A block within another is
+    watched by the outer one.
+    """
+    global _is_watched
+    is_off = os.environ.get("TAUT_PROGRESS") == "off" or os.environ.get("RANK", "0") != "0"
+    if _is_watched or is_off:
+        yield
+        return
+    ends = threading.Event()
+
+    def watch() -> None:
+        while not ends.wait(DRAWN_EVERY):
+            look(_phase)
+
+    thread = threading.Thread(target=watch, name="taut-progress", daemon=True)
+    _is_watched = True
     thread.start()
     try:
         yield
     finally:
         ends.set()
         thread.join()
-        with Printer.lock, suppress(OSError):
-            wipe()
-        Printer.before_write = before
         hide()
+        _is_watched = False

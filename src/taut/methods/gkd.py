@@ -121,6 +121,7 @@ class Gkd(OnlineMethod):
         *,
         looks_again: bool = True,
         ranks: Ranks | None = None,
+        first_rows: int | None = None,
     ) -> Dataset:
         from taut.data.dataset import load_dataset
         from taut.data.rows.prompts import PromptSet

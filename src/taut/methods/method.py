@@ -331,9 +331,11 @@ class RunConfig:
         *,
         looks_again: bool = True,
         ranks: Ranks | None = None,
+        first_rows: int | None = None,
     ) -> Dataset:
         """Load the samples of a split, with a teacher's logprobs if the configuration names a file of them.
-        ``looks_again``: see ``load_dataset``. ``ranks``: ranks of a run that is to train, which records a stream; None
+        ``looks_again``, ``first_rows``: see ``load_dataset``; prompts, and answers that a teacher has read, are read
+        whole. ``ranks``: ranks of a run that is to train, which records a stream; None
         only looks at the data.
         """
         from taut.data.dataset import load_dataset
@@ -356,9 +358,17 @@ class RunConfig:
                 compares=self.compares_answers,
                 recording=recording,
             )
-        data = load_dataset(self.data, split, renderer, longest, kind=kind, looks_again=looks_again)
         key = "top_logprobs" if split == "train" else "eval_top_logprobs"
         file = getattr(self.models().teacher, key, None)
+        data = load_dataset(
+            self.data,
+            split,
+            renderer,
+            longest,
+            kind=kind,
+            looks_again=looks_again,
+            first_rows=None if file else first_rows,
+        )
         if file is None:
             return data
         path = user_path(file, f"distill.{key}")

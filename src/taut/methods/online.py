@@ -195,6 +195,7 @@ class OnlineMethod(RunConfig):
         *,
         looks_again: bool = True,
         ranks: Ranks | None = None,
+        first_rows: int | None = None,
     ) -> Dataset:
         from taut.data.render.tokens import token_bytes
         from taut.data.rows.prompts import load_prompt_set

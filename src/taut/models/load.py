@@ -91,7 +91,8 @@ def load_model(
     read. ``streamed``: reads each decoder layer when it runs. Raises ModelError where the checkpoint is incomplete or a
     requested setting did not take effect.
     """
-    progress.show(f"loading {path}")
+    num_bytes = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    progress.show(f"loading {path}" + (f", {num_bytes / 1e9:.1f} GB" if num_bytes else ""))
     config = load_config(path, trust_remote_code)
     require_language_model(path, config)
     model, _ = read_model(

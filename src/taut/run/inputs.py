@@ -49,10 +49,16 @@ def load_stops(run: RunConfig, language: Language) -> StopSet:
 
 
 def load_inputs(
-    run: RunConfig, ranks: Ranks, day: date | None = None, *, trains: bool = False
+    run: RunConfig,
+    ranks: Ranks,
+    day: date | None = None,
+    *,
+    trains: bool = False,
+    first_rows: int | None = None,
 ) -> Inputs:
     """Load tokenizer, template and tokenized data. The writer tokenizes first; the other ranks read its cache.
-    ``trains``: whether the run is about to train, and so records the rows that it takes from a stream.
+    ``trains``: whether the run is about to train, and so records the rows that it takes from a stream. ``first_rows``:
+    of large sources that were never read, for a look.
     """
     # tokenizer and template
     language = load_language(run, day)
@@ -68,6 +74,7 @@ def load_inputs(
         language=language,
         looks_again=ranks.is_writer,
         ranks=ranks if trains else None,
+        first_rows=first_rows,
     )
     try:
         train = load("train")

@@ -18,9 +18,12 @@ from tests.helpers.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
 import taut
 from taut.cli import main
+from taut.commands import show as show_command
 from taut.commands import train
 from taut.commands.show import Marks, marks_for, show, view_of
+from taut.commands.tokenize import tokenize
 from taut.config import from_mapping
+from taut.data import dataset
 from taut.data.render.render import Renderer
 from taut.data.rows.messages import Conversation
 from taut.errors import ConfigError, RenderError
@@ -84,14 +87,14 @@ def test_it_reads_no_weight_and_writes_nothing(model: Path, tmp_path: Path) -> N
     after = [path for path in sorted(tmp_path.rglob("*")) if tmp_path / "cache" not in path.parents]
     assert [path for path in after if path.name != "cache"] == before
     titles = re.findall(r"^(\w+)$", text, re.MULTILINE)
-    assert titles == ["configuration", "decisions", "data", "plan", "samples"]
+    assert titles == ["configuration", "decisions", "data", "plan", "samples", "defaults"]
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_what_was_set_stands_apart_from_the_defaults(model: Path) -> None:
     data = write(Path("rows.jsonl"), rows("the cat"))
-    text = section(shown(model, data, **{"batch.samples_per_step": 8}), "configuration")
-    given, defaults = text.split("default values")
+    text = shown(model, data, **{"batch.samples_per_step": 8})
+    given, defaults = section(text, "configuration"), section(text, "defaults")
     assert re.search(r"batch\.samples_per_step +8 +default 32", given)
     assert re.search(r"model +tiny *\n +data\.train +rows\.jsonl +default none", given)
     assert "learning_rate" not in given
@@ -161,6 +164,26 @@ def test_the_plan_is_what_a_run_does(model: Path) -> None:
     names = ("step", "num_targets", "num_tokens_unshared", "num_tokens")
     assert found == [[s[names[0]], 4, *(s[name] for name in names[1:])] for s in steps]
     assert all(row[5] < row[4] < row[3] for row in table if row), "computed < packed < if padded"
+
+
+def test_of_a_large_file_the_first_rows_are_shown_until_it_is_tokenized(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = rows(*(" ".join(["cat"] * n) for n in range(1, 12)))
+    data = write(Path("rows.jsonl"), records)
+    monkeypatch.setattr(dataset, "LARGE", data.stat().st_size - 1)
+    monkeypatch.setattr(show_command, "FIRST_ROWS", 3)
+    text = shown(model, data)
+    assert "3 rows, 3 samples" in " ".join(section(text, "data").split())
+    assert "\nplan, of the first rows alone\n" in text
+    tokenize(
+        from_mapping(RunConfig, {"model": str(model), "data.train": str(data), "device": "cpu"})
+    )
+    for path in (data, write(Path("small.jsonl"), records[:3])):
+        text = shown(model, path)
+        num = 11 if path is data else 3
+        assert f"{num} rows, {num} samples" in " ".join(section(text, "data").split())
+        assert "\nplan\n" in text
 
 
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name is not None])

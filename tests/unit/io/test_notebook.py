@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from taut.io import notebook
+from taut.io import notebook, progress
 from taut.io.notebook import CUT, ProgressLine, html_table, html_text
 from taut.io.terminal import Terminal
 from taut.train.log.console import ConsoleReport
@@ -35,6 +36,8 @@ def displayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         told.append(("new", shown._repr_html_()))
         return SimpleNamespace(update=lambda new: told.append(("update", new._repr_html_())))
 
+    monkeypatch.setattr(ProgressLine, "_of_process", None)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     monkeypatch.setattr(Console, "is_jupyter", True, raising=False)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
@@ -45,7 +48,7 @@ def test_a_line_is_replaced_at_most_once_in_a_while(
     displayed: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notebook, "PAUSE", 3600.0)
-    line = ProgressLine.in_notebook()
+    line = ProgressLine.of_notebook()
     assert line is not None
     line._shown_at = -7200.0
     for step in range(1, 100):
@@ -77,8 +80,31 @@ def test_a_run_in_a_notebook_prints_no_line_for_a_step(
     assert "step 1/3" not in out and "outcome finished" in out
 
 
+def test_what_is_done_before_the_first_step_is_on_the_same_line(
+    displayed: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"DRAWN_EVERY": 0.01, "TOLD_AFTER": 0.0}.items():
+        monkeypatch.setattr(progress, name, value)
+    monkeypatch.setattr(notebook, "PAUSE", 0.0)
+    monkeypatch.setenv("TAUT_PROGRESS", "")
+    with progress.told():
+        progress.show("reading the data (train)")
+        progress.count(512, 5000, "rows")
+        until = time.monotonic() + 60
+        while not any("512 of 5,000 rows" in html for _, html in displayed):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        progress.hide()
+        line = ProgressLine.of_notebook()
+        assert line is not None
+        line.show("step 1/3", 1, 3)
+    assert displayed[0][0] == "new" and "reading the data" in displayed[0][1]
+    assert [how for how, _ in displayed].count("new") == 1
+    assert "step 1/3" in displayed[-1][1]
+
+
 def test_elsewhere_there_is_no_such_line_and_no_terminal_is_html() -> None:
-    assert ProgressLine.in_notebook() is None
+    assert ProgressLine.of_notebook() is None
     assert not Terminal(file=io.StringIO()).is_jupyter
 
 

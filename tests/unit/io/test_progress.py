@@ -9,8 +9,9 @@ import re
 import select
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -53,7 +54,7 @@ class Terminal:
             stdin=subprocess.PIPE,
             stdout=side,
             stderr=side,
-            env=os.environ | {"TERM": "xterm"},
+            env=os.environ | {"TERM": "xterm", "TAUT_PROGRESS": ""},
         )
         os.close(side)
         self.text = ""
@@ -96,15 +97,44 @@ def test_a_phase_moves_and_is_wiped_before_what_is_printed() -> None:
     terminal.close()
 
 
-def test_nothing_is_drawn_where_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
+def wait_for(is_there: Callable[[], object]) -> None:
+    until = time.monotonic() + 60
+    while not is_there():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def every_phase_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "DRAWN_EVERY", 0.01)
-    before = Printer.before_write
+    monkeypatch.setattr(progress, "TOLD_AFTER", 0.0)
+    monkeypatch.setenv("TAUT_PROGRESS", "")
+
+
+@pytest.mark.usefixtures("every_phase_is_long")
+def test_a_kind_of_phase_is_one_line_where_stderr_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream, before = io.StringIO(), Printer.before_write
+    monkeypatch.setattr(sys, "stderr", stream)
     with progress.drawn():
-        progress.show("reading")
+        for phase, num_lines in (("loading", 1), ("step 1", 2), ("step 22", 2), ("saving 22", 3)):
+            with progress.told():  # of a function that the command calls
+                progress.show(phase)
+                wait_for(lambda: stream.getvalue().count("\n") == num_lines)  # noqa: B023
         assert Printer.before_write is before
-    assert stream.getvalue() == ""
+    assert stream.getvalue() == "taut: loading\ntaut: step 1\ntaut: saving 22\n"
+
+
+@pytest.mark.usefixtures("every_phase_is_long")
+@pytest.mark.parametrize(("name", "value"), [("TAUT_PROGRESS", "off"), ("RANK", "1")])
+def test_nothing_is_told_by_other_ranks_or_where_it_is_off(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    num_threads = threading.active_count()
+    with progress.told():
+        assert threading.active_count() == num_threads
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ class OpenSource:
     """Changes to the rows that are read."""
     note: str = ""
     """Remark on where it comes from."""
+    is_first_look: bool = False
+    """Whether only the first rows of what is taken are read."""
     is_part: bool = False
     """Whether it has only the first rows of a pretokenized source."""
     left_out: list[int] = field(default_factory=lambda: [0], compare=False)
@@ -137,6 +139,23 @@ class OpenSource:
     def place(self, number: int) -> str:
         """The file and line of a record."""
         return place_of(self.names, number)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its files."""
+        return sum(stamp.size for stamp in self.stamps)
+
+    def first_look(self, num_rows: int) -> OpenSource:
+        """The first rows of what is taken."""
+        limit = min(num_rows, self.limit or num_rows)
+        note = "for a first look: taut tokenize, with the same keys, reads all"
+        return replace(
+            self,
+            digest=f"{self.digest}:first={limit}",
+            limit=limit,
+            note="; ".join(filter(None, [self.note, note])),
+            is_first_look=limit != self.limit,
+        )
 
     @property
     def taken(self) -> str:

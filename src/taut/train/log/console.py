@@ -107,13 +107,16 @@ class ConsoleReport:
     ) -> None:
         """``out``: the run's directory, for the commands that show more of a step."""
         self._printer = Printer.on(sys.stdout)
-        self._notebook = ProgressLine.in_notebook() if console is None else None
+        self._notebook = ProgressLine.of_notebook() if console is None else None
         self._console = console or Terminal(file=cast(TextIO, self._printer), soft_wrap=True)
         self._every, self._out = every, out
         self._named: set[object] = set()
         """Names of warnings after which a command that shows the step was named."""
         self._num_steps: int | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._ended = self._between = self._evaluating = 0.0
+        """When the last step ended; seconds between steps so far, and of the last evaluation."""
+        self._num_taken = 0
         self._steps: list[Event] = []
         self._evals: list[Event] = []
         self._best: Event | None = None
@@ -170,13 +173,14 @@ class ConsoleReport:
                 self._print(f"{what}  {more}", "yellow")
 
     def _show_step(self, event: Event) -> None:
-        self._seconds.append(event["seconds"])
+        self._note_time(event)
         if not event.get("skipped"):
             shown = {key: event[key] for key in UPDATED if key in event}
             self._steps.append({key: event[key] for key in COUNTED} | shown)
         step, left = event["step"], None
         if self._num_steps is not None:
-            seconds = statistics.fmean(self._seconds) * (self._num_steps - step)
+            a_step = statistics.fmean(self._seconds) + self._between / self._num_taken
+            seconds = a_step * (self._num_steps - step) + self._evaluating
             left = timedelta(seconds=round(seconds))
         parts = step_parts(event, left, self._rollouts)
         total = "" if self._num_steps is None else f"/{self._num_steps}"
@@ -186,6 +190,13 @@ class ConsoleReport:
             self._draw(step, parts)
         elif step % self._every == 0 or step == self._num_steps or len(self._steps) == 1:
             self._print(f"step {step}{total}  {line_of(parts)}")
+
+    def _note_time(self, event: Event) -> None:
+        """Note how long a step took, and what came before it: evaluations and checkpoints are waited for, too."""
+        self._seconds.append(event["seconds"])
+        if self._num_taken:
+            self._between += max(event["time"] - event["seconds"] - self._ended, 0.0)
+        self._num_taken, self._ended = self._num_taken + 1, event["time"]
 
     def _draw(self, step: int, parts: Sequence[Part]) -> None:
         """Redraw the progress bar, which begins at the first step."""
@@ -235,6 +246,8 @@ class ConsoleReport:
 
     def _show_eval(self, event: Event) -> None:
         self._evals.append(event)
+        if self._num_taken:  # one more comes at the end
+            self._evaluating = max(event["time"] - self._ended, 0.0)
         fields = {
             name: value if low is None else f"{number(value)} [{number(low)}, {number(high)}]"
             for name, (value, low, high) in with_intervals(event).items()

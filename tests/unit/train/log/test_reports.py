@@ -27,7 +27,7 @@ from taut.train.settings import LogConfig
 def step(number: int, **fields: Any) -> Event:
     return {
         "kind": "step",
-        "time": 100.0 + number,
+        "time": 100.0 + 0.5 * number,
         "step": number,
         "loss": 1.0 / number,
         "grad_norm": 0.5,
@@ -74,6 +74,14 @@ def test_without_a_terminal_each_step_is_a_plain_line() -> None:
     assert lines[8].endswith("GB")
     assert "0:00:01 left" in lines[9]
     assert "\x1b" not in "".join(lines)
+
+
+def test_the_time_left_has_evaluations_between_steps_and_at_the_end() -> None:
+    """Of 4 steps of 0.5 s: an evaluation of 10 s after the first, and one of 10 s that is still to come."""
+    measured = {"kind": "eval", "time": 110.5, "step": 1, "num_samples": 8, "loss": 1.0}
+    lines = told(START, step(1), measured, step(2, time=111.0)).splitlines()
+    (line,) = [line for line in lines if line.startswith("step 2/4")]
+    assert "0:00:21 left" in line  # 2 steps of 0.5 s, with 10 s after every second one, and 10 s
 
 
 def test_what_a_method_measures_beside_the_loss_is_told_of_each_step_and_in_the_end() -> None:
