@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from taut.commands.evaluate import Evaluated
     from taut.commands.generate import Generated
     from taut.commands.merge import Merged
+    from taut.commands.runs import RunList
     from taut.commands.score import Scored
     from taut.commands.settings import Evaluate, Generate, Merge, Score, Teach, Verify
     from taut.commands.teach import Taught
     from taut.commands.verify import Finding
     from taut.methods.method import RunConfig as Run
     from taut.run.ending import Result
-    from taut.run.states import RunState
 
     Export: TypeAlias = object  # taut_tools.export.settings.Export: the core imports no tool
 
@@ -107,7 +107,7 @@ def resume(out: str | PathLike[str], **keys: Any) -> Result:
     return resumed.resume(out, keys)
 
 
-def runs(*directories: str | PathLike[str]) -> list[RunState]:
+def runs(*directories: str | PathLike[str]) -> RunList:
     """The runs in some directories, newest first; by default in ``runs``, or else in the current directory."""
     from taut.commands import runs as command
 

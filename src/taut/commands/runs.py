@@ -12,25 +12,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
-from taut.config import configclass, user_path, written
+from taut.config import configclass, user_path
 from taut.errors import OutputError
 from taut.io.console import one_line
-from taut.run.states import RunState, states_in
+from taut.io.notebook import html_table
+from taut.run.states import RunState, differing, settings_in_words, states_in
 from taut.train.log.events import to_json
 from taut.train.run_dir import MARK
 
 DEFAULT = Path("runs")
-OPTIONAL = ("held-out", "best", "differs")
+OPTIONAL = ("loss", "reward", "held-out", "best", "hours", "differs", "checkpoint")
 """Columns that are left out where no run has anything in them."""
-NOT_COMPARED = ("out", "resume", "overwrite", "log.", "check")
-"""Beginnings of keys that do not change what is learned."""
-MAX_SETTINGS = 4
-"""Settings in a cell."""
 
 
 @configclass
@@ -61,34 +58,42 @@ def run(config: Runs) -> int:
     return 0
 
 
-def runs(directories: Sequence[str | os.PathLike[str]]) -> list[RunState]:
+class RunList(list[RunState]):
+    """Runs, newest first."""
+
+    def frame(self) -> Any:
+        """A pandas frame with a row for each run: its state, and a column for each setting in which runs of a method
+        differ.
+        """
+        from pandas import DataFrame
+
+        rows = []
+        for state, differs in zip(self, differing(self), strict=True):
+            fields = {**vars(state), "resumes_after": state.resumes_after, **differs}
+            del fields["settings"]
+            if state.best is not None:
+                fields["best"] = state.best["value"]
+            rows.append({key: str(v) if isinstance(v, Path) else v for key, v in fields.items()})
+        return DataFrame(rows)
+
+    def __repr__(self) -> str:
+        return table(self, time.time())
+
+    def _repr_html_(self) -> str:
+        head, *rows = _cells(self, time.time())
+        return html_table(f"{len(self)} runs", head, rows)
+
+
+def runs(directories: Sequence[str | os.PathLike[str]]) -> RunList:
     """Every run in the directories, newest first; without directories, in the ones that ``taut runs`` searches. Raises
     OutputError if a directory cannot be read.
     """
-    return states_in(_places(directories))
+    return RunList(states_in(_places(directories)))
 
 
-def table(states: Iterable[RunState], now: float) -> str:
-    """The runs, one per line. Columns in which no run has anything but are only of some runs are left out."""
-    states = list(states)
-    head = (
-        "run",
-        "method",
-        "state",
-        "step",
-        "loss",
-        "reward",
-        *OPTIONAL,
-        "checkpoint",
-        "wrote",
-        "",
-    )
-    differs = [_short(settings) for settings in differing(states)]
-    rows = [head, *(_row(state, some, now) for state, some in zip(states, differs, strict=True))]
-    kept = [
-        n for n, name in enumerate(head) if name not in OPTIONAL or any(row[n] for row in rows[1:])
-    ]
-    rows = [tuple(row[n] for n in kept) for row in rows]
+def table(states: Sequence[RunState], now: float) -> str:
+    """The runs, one per line."""
+    rows = _cells(states, now)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -97,27 +102,23 @@ def table(states: Iterable[RunState], now: float) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def differing(states: Sequence[RunState]) -> list[dict[str, Any]]:
-    """Of each run the settings that another run of its method has otherwise; {} where the method has one run."""
-    values: dict[tuple[str | None, str], set[str]] = {}
-    for state in states:
-        for key, value in state.settings.items():
-            values.setdefault((state.method, key), set()).add(json.dumps(value, sort_keys=True))
-    return [
-        {
-            key: value
-            for key, value in state.settings.items()
-            if len(values[state.method, key]) > 1 and not key.startswith(NOT_COMPARED)
-        }
-        for state in states
+def _cells(states: Sequence[RunState], now: float) -> list[tuple[str, ...]]:
+    """The head and a row for each run. Of OPTIONAL the columns in which no run has anything are left out."""
+    head = (
+        "run",
+        "method",
+        "state",
+        "step",
+        *OPTIONAL,
+        "wrote",
+        "",
+    )
+    differs = [settings_in_words(settings) for settings in differing(states)]
+    rows = [head, *(_row(state, some, now) for state, some in zip(states, differs, strict=True))]
+    kept = [
+        n for n, name in enumerate(head) if name not in OPTIONAL or any(row[n] for row in rows[1:])
     ]
-
-
-def _short(settings: dict[str, Any]) -> str:
-    """Some settings in a cell: ``learning_rate=1e-4 rank=16``."""
-    parts = [f"{key.rpartition('.')[2]}={written(value)}" for key, value in settings.items()]
-    more = len(parts) - MAX_SETTINGS
-    return one_line(" ".join(parts[:MAX_SETTINGS])) + (f" and {more} more" if more > 0 else "")
+    return [tuple(row[n] for n in kept) for row in rows]
 
 
 def _row(state: RunState, differs: str, now: float) -> tuple[str, ...]:
@@ -130,12 +131,14 @@ def _row(state: RunState, differs: str, now: float) -> tuple[str, ...]:
         one_line(state.method or ""),
         state.state,
         f"{state.step}/{'?' if state.num_steps is None else state.num_steps}",
-        "" if state.loss is None else f"{state.loss:.4f}",
+        # with a policy gradient the loss is near 0 whatever is learned
+        "" if state.loss is None or state.reward is not None else f"{state.loss:.4f}",
         "" if state.reward is None else f"{state.reward:.3f}",
         "" if state.held_out is None else f"{state.held_out:.4f}",
         ""
         if state.best is None
         else one_line("{metric} {value:.4g} at {step}".format(**state.best)),
+        "" if state.seconds is None else f"{state.seconds / 3600:.2f}",
         differs,
         "" if state.checkpoint is None else one_line(state.checkpoint.name),
         _age(state.written, now),

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from taut.config import written
 from taut.errors import TautError
+from taut.io import files
+from taut.io.console import one_line
 from taut.train.log.events import Event, newest_first
 from taut.train.run_dir import (
     BEST,
@@ -38,6 +41,10 @@ from taut.train.run_dir import (
     step_of,
 )
 
+NOT_COMPARED = ("out", "resume", "overwrite", "log.", "check")
+"""Beginnings of keys that do not change what is learned."""
+MAX_SETTINGS = 4
+"""Settings in a cell."""
 DEPTH = 3
 """Levels of directories that are searched for runs."""
 AFTER_END = ("checkpoint", "warning")
@@ -73,6 +80,8 @@ class RunState:
     """The newest complete checkpoint."""
     written: float
     """Time of the last event, in seconds since 1970."""
+    seconds: float | None
+    """From the first event to the last, pauses before a resume included."""
     reason: str | None
     """Why the run ended, which process runs it, or what is damaged."""
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -125,6 +134,7 @@ def state_of(out: Path) -> RunState:
     num_steps, method = resolved.get("num_steps"), resolved.get("method")
     checkpoints = complete(out / CHECKPOINTS)
     written = None if newest is None else _number(newest.get("time"))
+    begun = None if written is None else _begun(out / EVENTS)
     if not written:
         try:
             written = (out / MARK).stat().st_mtime
@@ -142,8 +152,9 @@ def state_of(out: Path) -> RunState:
         best=_best(out),
         checkpoint=checkpoints[-1] if checkpoints else None,
         written=written,
+        seconds=None if begun is None or newest is None else newest["time"] - begun,
         reason=reason,
-        settings=_settings(resolved),
+        settings=settings_of(resolved),
     )
 
 
@@ -200,7 +211,39 @@ def _best(out: Path) -> dict[str, Any] | None:
     return {key: note.get(key) for key in ("metric", "value", "step")} if is_note else None
 
 
-def _settings(resolved: dict[str, Any]) -> dict[str, Any]:
+def _begun(path: Path) -> float | None:
+    """Time of the first event."""
+    try:
+        with files.open_regular(path) as file:
+            return _number(json.loads(file.readline()).get("time"))
+    except (OSError, ValueError, AttributeError):  # damage is told of the last events
+        return None
+
+
+def differing(states: Sequence[RunState]) -> list[dict[str, Any]]:
+    """Of each run the settings that another run of its method has otherwise; {} where the method has one run."""
+    values: dict[tuple[str | None, str], set[str]] = {}
+    for state in states:
+        for key, value in state.settings.items():
+            values.setdefault((state.method, key), set()).add(json.dumps(value, sort_keys=True))
+    return [
+        {
+            key: value
+            for key, value in state.settings.items()
+            if len(values[state.method, key]) > 1 and not key.startswith(NOT_COMPARED)
+        }
+        for state in states
+    ]
+
+
+def settings_in_words(settings: Mapping[str, Any]) -> str:
+    """Some settings in a cell: ``learning_rate=1e-4 rank=16``."""
+    parts = [f"{key.rpartition('.')[2]}={written(value)}" for key, value in settings.items()]
+    more = len(parts) - MAX_SETTINGS
+    return one_line(" ".join(parts[:MAX_SETTINGS])) + (f" and {more} more" if more > 0 else "")
+
+
+def settings_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> value of a configuration; of a key that is open, what was decided."""
     settings: dict[str, Any] = {}
 

@@ -29,7 +29,7 @@ from urllib.parse import unquote
 from taut.errors import DataError, OutputError, TautError, redacted_in
 from taut.io import files
 from taut.run.recorded import Recorded, Row, answer_text, prompt_text, why_unlearned
-from taut.run.states import RunState, find, state_of
+from taut.run.states import RunState, differing, find, settings_in_words, state_of
 from taut.train.log.events import NOT_CURVES, Event, to_json, with_intervals
 from taut.train.run_dir import ADAPTER, BEST, EVENTS, MODEL, read_resolved
 from taut_tools.page.curves import bucketed
@@ -148,8 +148,12 @@ class Answers:
         return self._runs[name]
 
     def _list(self) -> Answer:
-        states = [(name, state_of(run.out)) for name, run in self._runs.items()]
-        listed = [listing(name, state) for name, state in states]
+        states = {name: state_of(run.out) for name, run in self._runs.items()}
+        differs = map(settings_in_words, differing(list(states.values())))
+        listed = [
+            {**listing(name, state), "differs": settings}
+            for (name, state), settings in zip(states.items(), differs, strict=True)
+        ]
         listed.sort(key=lambda entry: -entry["written"])
         return _json({"version": version("taut"), "is_live": self.is_live, "runs": listed})
 
@@ -209,7 +213,11 @@ def listing(name: str, state: RunState) -> Answer:
         "state": state.state,
         "step": state.step,
         "num_steps": state.num_steps,
-        "loss": state.loss,
+        "loss": state.loss if state.reward is None else None,
+        "reward": state.reward,
+        "held_out": state.held_out,
+        "best": state.best,
+        "seconds": state.seconds,
         "written": state.written,
         "reason": state.reason,
         "resumes_after": state.resumes_after,

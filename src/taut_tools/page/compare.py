@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from taut.run.states import state_of
+from taut.run.states import settings_of, state_of
 from taut_tools.page.answers import MOST_NAMES, Answer, Run, Unknown, evaluations, listing
 
 MOST_RUNS = 8
@@ -42,7 +42,7 @@ def differences(
 ) -> list[Answer]:
     """List the values that are not equal in all runs, by kind."""
     found = []
-    flat = [dict(_flat(one.get("config", {}))) for one in resolved]
+    flat = [settings_of(one) for one in resolved]
     for key in dict.fromkeys(key for one in flat for key in one):
         kind = "model" if key == "model" else "data" if key.startswith("data.") else "configuration"
         if key not in NOT_SETTINGS:

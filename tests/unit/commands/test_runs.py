@@ -169,9 +169,9 @@ def test_the_table(
     run_in(Path("new"), START, *steps(1, 2), end("stopped", 2, reason), checkpoints=[1])
     assert main(["runs", "new", "old"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "run  method  state    step  loss    reward  checkpoint   wrote",
-        "new  sft     stopped  2/9   2.0000          step-000001  1 s ago    resumes after step 1; step 3: loss is nan",
-        "old  sft     died     2/9   2.0000                       5 min ago  resumes from step 1",
+        "run  method  state    step  loss    hours  checkpoint   wrote",
+        "new  sft     stopped  2/9   2.0000  0.00   step-000001  1 s ago    resumes after step 1; step 3: loss is nan",
+        "old  sft     died     2/9   2.0000  0.00                5 min ago  resumes from step 1",
     ]
     assert main(["runs", "new/model"]) == 0
     assert capsys.readouterr().out == "no runs in new/model: no directory with a resolved.json\n"
@@ -209,11 +209,10 @@ def test_runs_are_compared_by_what_is_measured_and_what_differs(
         "state",
         "step",
         "loss",
-        "reward",
         "held-out",
         "best",
+        "hours",
         "differs",
-        "checkpoint",
         "wrote",
     ]
     by_run = {row.split()[0]: row for row in rows}
@@ -260,6 +259,7 @@ def test_json_is_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "reward": None,
         "held_out": None,
         "best": None,
+        "seconds": 0.0,
         "settings": {},
         "checkpoint": str(out / "checkpoints" / "step-000001"),
         "reason": None,
@@ -277,6 +277,25 @@ def test_json_is_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_how_long_ago(seconds: float, text: str) -> None:
     assert command._age(NOW - seconds, NOW) == text
     assert command._age(NOW - 86400 * 40, NOW).startswith("20")
+
+
+def test_a_frame_has_a_column_for_each_setting_that_differs(tmp_path: Path) -> None:
+    for name, rate, reward in (("a", 1e-4, 0.25), ("b", None, 0.5)):
+        out = run_in(tmp_path / name, START, {"kind": "rollout", "reward": reward}, *steps(1, 2))
+        config = {"rollout": {}, "optim": {"learning_rate": rate}, "seed": 1, "out": name}
+        decisions = [{"name": "optim.learning_rate", "value": "2e-06", "reason": "default"}]
+        resolved = {"method": "grpo", "num_steps": 2, "config": config, "decisions": decisions}
+        (out / "resolved.json").write_text(json.dumps(resolved))
+    found = taut.runs(tmp_path)
+    frame = found.frame().set_index("out")
+    assert frame.loc[str(tmp_path / "a"), "optim.learning_rate"] == 1e-4
+    assert frame.loc[str(tmp_path / "b"), "optim.learning_rate"] == "2e-06"
+    assert frame["reward"].tolist() == [one.reward for one in found]
+    assert "seed" not in frame and "settings" not in frame
+    # the loss of a policy gradient says nothing
+    head, *rows = repr(found).splitlines()
+    assert "loss" not in head and sorted(row.split()[4] for row in rows) == ["0.250", "0.500"]
+    assert found._repr_html_().count("<tr>") == 3
 
 
 def test_many_runs_are_listed_at_once(tmp_path: Path) -> None:

@@ -172,9 +172,14 @@
         [page.stateOf(run.state), run.reason ? page.node("span", { class: "sub" }, run.reason) : null],
         `${page.number(run.step ?? 0)} of ${page.number(run.num_steps)}`,
         page.number(run.loss),
+        page.number(run.reward),
+        page.number(run.held_out),
+        run.best ? `${run.best.metric} ${page.number(run.best.value)} at ${run.best.step}` : "",
+        page.isNumber(run.seconds) ? (run.seconds / 3600).toFixed(2) : "",
+        run.differs,
         page.time(run.written),
       ]);
-      const columns = [["compare"], ["run", "id"], ["method"], ["state"], ["step", "number"], ["loss", "number"], ["last event", "no-wrap"]];
+      const columns = [["compare"], ["run", "id"], ["method"], ["state"], ["step", "number"], ["loss", "number"], ["reward", "number"], ["held-out", "number"], ["best"], ["hours", "number"], ["differs"], ["last event", "no-wrap"]];
       page.fill(
         table,
         rows.length ? page.cut(rows, 200, (some) => page.table(columns, some, { label: "Runs" }), "runs") : page.note("There is no run here."),
