@@ -151,7 +151,18 @@ def tokenize_source(
     else:
         blocks = _blocks(job, islice(opened.read_records(), start, None))
     samples = blocks if start else _require_samples(blocks, job)
-    return in_shards(samples, sorted(job.renderer.stop_set))
+    return in_shards(_shown(samples, opened, start), sorted(job.renderer.stop_set))
+
+
+def _shown(
+    blocks: Iterable[ShardBuilder], opened: OpenSource, num_rows: int
+) -> Iterator[ShardBuilder]:
+    """Pass the blocks on, and show how far the source is."""
+    total = opened.num_lines
+    for block in blocks:
+        num_rows += block.num_rows
+        progress.count(num_rows, total, "rows")
+        yield block
 
 
 def tokenize_records(job: TokenizeJob, records: Records) -> Shard:
@@ -171,7 +182,6 @@ def _require_samples(blocks: Iterable[ShardBuilder], job: TokenizeJob) -> Iterat
         num_samples += block.num_samples
         depends_on_files |= block.depends_on_files
         first = first or next(iter(block.incidents), None)
-        progress.count(num_rows, None, "rows")
         yield block
     if not num_rows:
         raise DataError(f"{job.path}: the file has no rows; expected at least one; check the path")

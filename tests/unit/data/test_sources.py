@@ -318,3 +318,22 @@ def test_texts_are_put_before_and_after_those_of_columns(tmp_path: Path) -> None
     assert next(open_source(both).read_records())[1]["query"] == "(Who?)"
     digests = {open_source(Source(path=str(path), **{key: put[key]})).digest for key in put}
     assert len({*digests, opened.digest, open_source(Source(path=str(path))).digest}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "share", "num_lines"),
+    [
+        ("a.jsonl", None, None, 5),
+        ("a.jsonl", 3, None, 3),
+        ("a.jsonl", None, [0, 0.5], None),
+        ("a.csv", None, None, None),
+    ],
+)
+def test_lines_are_counted_where_each_is_a_row(
+    name: str, limit: int | None, share: list[float] | None, num_lines: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text("text\n" + '{"text": "a"}\n' * 4)
+    opened = open_source(Source(path=str(tmp_path / name), limit=limit, share=share))
+    assert opened.num_lines == num_lines
+    (tmp_path / name).unlink()
+    assert opened.num_lines is None
