@@ -69,7 +69,7 @@ from taut.inference.weight_sync import (
     WeightSync,
     how_to_start,
 )
-from taut.io import http
+from taut.io import http, progress
 from taut.train.distributed import Ranks, outcome_of, results_of
 from taut.types import Completion, FinishReason, Prompt
 
@@ -310,6 +310,7 @@ class ServerEngine:
                     failure = failure or error
                     continue
                 done[completion.prompt_id, completion.index] = completion
+                progress.count(len(done), len(jobs), "answers")
                 if on_done is not None:
                     on_done(completion)
         if failure is not None:

@@ -16,7 +16,6 @@
     ratio: { label: "ratio", title: "ratio: probability now over that when it was sampled", steps: () => diverging(RATIOS) },
     logprob: { label: "logprob", title: "\u2212logprob in nats when it was sampled", steps: () => sequence("warm", NATS) },
   };
-  page.COLORS = SCALES;
 
   function sequence(hue, limits) {
     return { limits, classOf: (level) => `${hue}-${level}` };
