@@ -156,7 +156,8 @@ def _dispatch(words: Sequence[str]) -> int:
         if words[0].partition(" ")[0] in registry.families():
             return _run_family(words)
         meant = published(words[0]) or (f"taut {near[0]}" if near else "")
-        meant = "taut sft" if words[0] in ELSEWHERE else meant
+        if difflib.get_close_matches(words[0], ELSEWHERE, n=1, cutoff=0.8):
+            meant = "taut sft"
         hint = f"did you mean '{meant}'?" if meant else "is it a method, as in 'taut sft'?"
         raise ConfigError(
             f"found the command {words[0]!r}; expected one of those that 'taut --help' lists; {hint}"

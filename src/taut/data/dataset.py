@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
     from taut.vision.image_store import ImageStore
 
-CACHE_VERSION = 7
+CACHE_VERSION = 8
 """Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
 BINS, MAX_LISTED = 40, 200
 """Bins of the histogram of lengths, and rows and sources that are listed, in the description for the run log."""

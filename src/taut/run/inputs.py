@@ -144,6 +144,7 @@ def inputs_of(
     read_as = sum((data.read_as for data in (train, held_out) if data), Counter[RowForm]())
     forms: tuple[tuple[RowForm, str, str], ...] = (
         ("developer", "system", "developer messages are read as system messages"),
+        ("opening", "context", "an assistant's message that begins a conversation answers nothing"),
         ("nulls", "absent", "nulls that a table wrote for keys of other rows are left out"),
     )
     decisions += [

@@ -202,8 +202,19 @@ def test_what_the_template_passes_over_is_refused() -> None:
 def test_what_the_template_refuses_names_the_row() -> None:
     with pytest.raises(RenderError, match=r"^f:1: the chat template .*System role not supported"):
         render([{"role": "system", "content": "Be brief."}, *HISTORY], "gemma")
-    with pytest.raises(RenderError, match=r"messages\[0\] is an assistant message"):
-        render(HISTORY[1:])
+    with pytest.raises(RenderError, match=r"the row is one assistant message"):
+        render(HISTORY[1:2])
+
+
+def test_an_assistant_s_opening_is_context() -> None:
+    row = read_conversation(HISTORY[1:], "f:1")
+    assert (row.learned, row.excluded, row.notes) == ((2,), (), ("opening",))
+    for targets in ("assistant", "last"):
+        (sample,) = render(HISTORY[1:], targets=targets)[1]
+        text = tiny_tokenizer("chatml").decode(sample.ids_T[sample.target_at_N])
+        assert text.startswith("You are welcome.") and "5" not in text
+    (whole,) = render(HISTORY[1:], targets="all")[1]
+    assert whole.num_targets == whole.num_tokens - 1
 
 
 def test_no_template() -> None:

@@ -301,8 +301,7 @@ class Renderer:
         """P_i and R_i of the turn ``index``."""
         if index == 0:
             raise RenderError(
-                f"{row.place}: messages[0] is an assistant message; expected a user message to answer; add one, or "
-                "write train: false on it"
+                f"{row.place}: the row is one assistant message; expected a user message to answer; add one"
             )
         place = f"{row.place}: messages[{index}]"
         before, placed = row.messages[:index], full.pictures
@@ -798,8 +797,8 @@ def fit(
     reason = f"{length} tokens, max_length {limits.max_length}"
     if limits.too_long == "error":
         raise DataError(
-            f"{sample.id}: {reason}; expected no more; raise data.max_length, "
-            "or set data.too_long to drop, truncate or (for plain text) split"
+            f"{sample.id}: {reason}; expected no more; set data.too_long to drop, truncate or (for plain text) split; "
+            "or raise data.max_length, if the model has room"
         )
     if limits.too_long == "drop":
         return [], Incident(sample.id, "dropped", reason, sample.num_targets)

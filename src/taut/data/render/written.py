@@ -52,7 +52,7 @@ def unwritten(place: str, where: str, words: str) -> RenderError:
     """The error for words of a row that the template leaves out."""
     return RenderError(
         f"{place}: {where} has {shown(words)}, which the chat template does not write; expected a "
-        "template that does; remove it from the row, or set data.template=FILE"
+        "template that does; remove it from the row, or set data.template=FILE, or data.template=hermes for tools"
     )
 
 

@@ -104,9 +104,12 @@ class Document:
 
 
 Row: TypeAlias = Conversation | Completion | Document
-RowForm: TypeAlias = Literal["conversation", "completion", "document", "developer", "nulls"]
+RowForm: TypeAlias = Literal[
+    "conversation", "completion", "document", "developer", "nulls", "opening"
+]
 """Whether a row goes through the chat template (a conversation) or is plain text; and what of it is read in another way
-than it is written: a developer message as a system message, nulls as absent keys."""
+than it is written: a developer message as a system message, nulls as absent keys, an assistant's message that begins the
+conversation as context."""
 
 
 FORM_OF: dict[type[Row], RowForm] = {
@@ -208,6 +211,8 @@ def read_conversation(
             raise EmptyError(f"{where}.content is empty; expected text")
         if role == "assistant" and not weight:
             excluded.append(index)
+        elif role == "assistant" and is_learned and not index and len(items) > 1:
+            notes["opening"] = None  # it has no prompt
         elif role == "assistant" and is_learned:
             learned.append(index)
             if weight != 1:
