@@ -108,8 +108,8 @@ RowForm: TypeAlias = Literal[
     "conversation", "completion", "document", "developer", "nulls", "opening"
 ]
 """Whether a row goes through the chat template (a conversation) or is plain text; and what of it is read in another way
-than it is written: a developer message as a system message, nulls as absent keys, an assistant's message that begins the
-conversation as context."""
+than it is written: a developer message as a system message, nulls as absent keys, an assistant's opening message as
+context."""
 
 
 FORM_OF: dict[type[Row], RowForm] = {
