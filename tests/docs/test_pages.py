@@ -180,6 +180,15 @@ def test_the_configuration_page_is_current() -> None:
     assert CONFIG_PAGE.read_text(encoding="utf-8") == config_page(), "run make docs"
 
 
+def test_every_key_that_the_page_of_names_has_is_one() -> None:
+    page = (ROOT / "docs" / "names.md").read_text("utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")][2:]
+    named = {word for row in rows for word in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", row)}
+    keys = {row.key for cls in METHODS.values() for row in describe(cls)}
+    assert len(rows) >= 50
+    assert named - keys <= {"rewards", "tools", "text", "weight", "share", "stop"}
+
+
 def test_the_page_of_hyperparameters_is_current() -> None:
     assert RATES_PAGE.read_text(encoding="utf-8") == rates_page(), "run make docs"
 
