@@ -24,7 +24,6 @@ import traceback
 from collections import deque
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,9 +44,7 @@ CTRL_C = 130
 ENDING = tuple(number for number in SIGNALS if number != signal.SIGINT)
 """Signals that end any command with one line; Ctrl-C is Python's own KeyboardInterrupt."""
 
-ELSEWHERE = ("finetune", "fine-tune", "train", "tune")
-"""Commands of other tools, which name no method."""
-
+HELP = ("-h", "--help", "help")
 EXAMPLE = "taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
 
 
@@ -134,7 +131,9 @@ def _report(line: str, exit_code: int) -> int:
 def _dispatch(words: Sequence[str]) -> int:
     """Answer a question about taut, or find the command of these words and run it. Returns the exit code."""
     # questions about taut itself
-    if not words or words[0] in ("-h", "--help", "help"):
+    if words and words[0] in HELP and len(words) > 1:  # taut help sft
+        words = [*words[1:], "--help"]
+    elif not words or words[0] in HELP:
         _print(usage())
         return 0 if words else 2
     if words[0] == "--complete":  # of the scripts of ``taut completion``
@@ -142,7 +141,7 @@ def _dispatch(words: Sequence[str]) -> int:
 
         _print("\n".join(complete(words[1:])))
         return 0
-    if words[0] == "--version":
+    if words[0] in ("--version", "-V", "version"):
         _print(f"taut {__version__}")
         return 0
 
@@ -152,12 +151,13 @@ def _dispatch(words: Sequence[str]) -> int:
         words[0] = words[0].replace("_", "-")  # online_dpo is online-dpo
     command = command_of(words)
     if command is None:
-        near = difflib.get_close_matches(words[0], registry.names(), n=1)
+        near = difflib.get_close_matches(words[0].lower(), registry.names(), n=1)
         if words[0].partition(" ")[0] in registry.families():
             return _run_family(words)
-        meant = published(words[0]) or (f"taut {near[0]}" if near else "")
-        if difflib.get_close_matches(words[0], ELSEWHERE, n=1, cutoff=0.8):
-            meant = "taut sft"
+        from taut.config import foreign_command
+
+        meant = published(words[0]) or foreign_command(words[0])
+        meant = meant or (f"taut {near[0]}" if near else "")
         hint = f"did you mean '{meant}'?" if meant else "is it a method, as in 'taut sft'?"
         raise ConfigError(
             f"found the command {words[0]!r}; expected one of those that 'taut --help' lists; {hint}"
@@ -165,7 +165,7 @@ def _dispatch(words: Sequence[str]) -> int:
 
     # its help, or the run
     for word, following in zip(words[1:], [*words[2:], ""], strict=False):
-        if word in ("-h", "--help") or word.startswith("--help="):
+        if word in HELP[:2] or word == words[1] == "help" or word.startswith("--help="):
             topic = word.partition("=")[2] or ("" if following[:1] == "-" else following)
             _print(_help(words[0], command, topic or None))
             return 0
@@ -233,8 +233,6 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
     # what can be refused before heavy imports
     for extra in command.extras:
         require(extra, f"taut {name}")
-    if command.call == TRAIN:
-        _require_free_out(words)
     from taut.config import describe, foreign_keys, load
     from taut.io import temporary
 
@@ -271,6 +269,11 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
         if command.has_method and not command.is_raw:
             cls = _import_name("taut.methods.method:class_of")(*sorted_words)
         given = sorted_words if command.is_raw else [load(cls, *sorted_words)]
+    if command.call == TRAIN:  # which looks again, seconds later
+        from taut.train.run_dir import out_of, require_usable
+
+        (run,) = given
+        require_usable(out_of(run.out), resume=run.resume, overwrite=run.overwrite)
 
     # torch is imported once the keys are not refused
     progress.show("loading torch and transformers")
@@ -297,23 +300,6 @@ def _require_no_method(name: str, path: Path | None) -> None:
         raise ConfigError(
             f"found {str(path)!r} after taut {name}; expected a file of settings, or key=value; write method={method}"
         )
-
-
-def _require_free_out(words: Sequence[str]) -> None:
-    """Refuse an ``out`` in use before torch is imported: seconds sooner than ``train``, which checks again."""
-    from taut.config import SUFFIXES, read_settings, user_path
-    from taut.train.run_dir import require_usable
-
-    files = [Path(word) for word in words if word.endswith(SUFFIXES) and "=" not in word]
-    settings = read_settings(files[0]) if len(files) == 1 else {}
-    for word, following in pairwise([*words, ""]):
-        key, equals, value = word.removeprefix("--").partition("=")
-        settings[key] = value if equals else following
-    is_replaced = any(
-        settings.get(key, "false") not in (False, "false") for key in ("resume", "overwrite")
-    )
-    if not is_replaced and isinstance(settings.get("out"), str):
-        require_usable(user_path(settings["out"], "out"), resume=False, overwrite=False)
 
 
 def _help(name: str, command: Command, topic: str | None) -> str:
@@ -378,7 +364,8 @@ def sort_words(
             path = Path(word)
         else:
             raise ConfigError(
-                f"found {word!r} next to {str(path)!r}; expected one file of settings, and settings as key=value"
+                f"found {word!r} next to {str(path)!r}; expected one file of settings, and settings as key=value, as "
+                "in model=DIR data.train=FILE"
             )
     if together:
         overrides.append(f"{many}={json.dumps(together, ensure_ascii=False)}")
@@ -395,7 +382,9 @@ def _from_flag(flag: str, rest: deque[str], switches: set[str], foreign: Collect
     if key in foreign and (not rest or rest[0].startswith("--") or "=" in rest[0]):
         return f"{key}=true"  # taut.config names the replacement
     if not rest:
-        raise ConfigError(f"found --{flag} without a value; expected --{flag} VALUE")
+        near = difflib.get_close_matches(flag, ["help", *switches], n=1)
+        hint = f"; did you mean --{near[0]}?" if near else ""
+        raise ConfigError(f"found --{flag} without a value; expected --{flag} VALUE{hint}")
     return f"{key}={rest.popleft()}"
 
 

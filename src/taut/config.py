@@ -110,6 +110,19 @@ def foreign_value(key: str, value: Any) -> str | None:
     return next((ours for ours, values in settings.items() if word in values.split()), None)
 
 
+def foreign_command(name: str) -> str | None:
+    """The command here for one of other tools, or one that is nearly spelled so; None where none is known."""
+    ours = {word: one for one, words in _foreign()["commands"].items() for word in words.split()}
+    near = difflib.get_close_matches(name, ours, n=1, cutoff=0.8)
+    return ours[near[0]] if near else None
+
+
+def did_you_mean(key: str, value: Any) -> str:
+    """``; did you mean KEY=OURS?`` for a value that other frameworks have for the key; empty for others."""
+    ours = foreign_value(key, value)
+    return "" if ours is None else f"; did you mean {ours}?"
+
+
 @cache
 def foreign_keys() -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     """Names of other frameworks -> the keys here, and names without a key here -> the alternative."""
@@ -265,7 +278,7 @@ def _suggest(key: str, keys: Sequence[str]) -> str:
     if re.search(r"\brewards\[\d+\]$", table):
         return REWARD_KEYS.format(last)
     all_elsewhere, instead = foreign_keys()
-    elsewhere = all_elsewhere.get(last, ())
+    elsewhere = all_elsewhere.get(last) or all_elsewhere.get(key.replace(".", "_"), ())
     in_table = [f"{table}.{pattern.rpartition('.')[2]}" for pattern in elsewhere]  # critic.lr
     for patterns in (in_table, elsewhere):
         here = [f"'{known}'" for pattern in patterns for known in fnmatch.filter(keys, pattern)]
@@ -562,6 +575,10 @@ def read_settings(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     kind = "YAML" if path.suffix in YAML else "TOML"
+    if (path / "config.json").is_file():
+        raise ConfigError(
+            f"found the model {path} where a TOML or YAML file of settings may stand; write model={path}"
+        )
     if path.is_dir():
         raise ConfigError(
             f"found the directory {path}; expected a TOML or YAML file of settings; give its path (of a run's "
@@ -764,6 +781,7 @@ def _require_disjoint(cls: type[Any], paths: Sequence[tuple[str, ...]], place: s
             example = f"{'.'.join(path)}.{next(iter(fields_of(annotation)))}"
             raise ConfigError(
                 f"'{'.'.join(path)}' {place} is a table; expected its keys one by one, as in {example}=..."
+                + (f"; {hint}" if (hint := foreign_keys()[1].get(".".join(path))) else "")
             )
     for path in seen:
         for length in range(1, len(path)):

@@ -167,7 +167,7 @@ def test_under_torchrun_the_first_rank_of_a_host_to_fail_prints_its_mistake(
         (tmp_path / rank).mkdir()
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
-        assert main(["sft", *MINIMAL, f"out={tmp_path / 'out'}"]) == 2
+        assert main(["sft", "model=m", "data=a.jsonl", f"out={tmp_path / 'out'}"]) == 2
         said[rank] = capsys.readouterr().err
     assert "exists and is not empty" in said["1"]
     assert said["0"] == ""
@@ -524,13 +524,13 @@ def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_out_that_is_taken_is_refused_before_torch_is_imported(taken: Path) -> None:
     program = (
-        "import sys; from taut.cli import main; code = main(['sft', 'out=taken']); "
+        "import sys; from taut.cli import main; code = main(['sft', 'run.toml']); "
         "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stderr.startswith("taut: error: out=taken exists and is not empty")
+    assert done.stderr.startswith(f"taut: error: out={taken} exists and is not empty")
     assert done.stderr.count("\n") == 1
     assert done.stdout == "2 False False\n"
 
@@ -538,10 +538,10 @@ def test_an_out_that_is_taken_is_refused_before_torch_is_imported(taken: Path) -
 @pytest.mark.parametrize(
     ("words", "is_refused"),
     [
-        (["out=taken"], True),
-        (["--out", "taken", "resume=false"], True),
+        (["model=m", "data=a.jsonl", "out=taken"], True),
+        (["run.toml", "--out", "taken", "resume=false"], True),
         (["run.toml"], True),
-        (["out=taken", "--resume"], False),
+        (["run.toml", "resume=true"], False),
         (["run.toml", "--overwrite=true"], False),
         (["run.toml", "out=other"], False),
     ],
@@ -552,6 +552,45 @@ def test_an_out_that_is_taken_is_refused_unless_it_is_gone_on_with(
     taken: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    assert main(["sft", *words]) == 2
+    assert ("exists and is not empty" in capsys.readouterr().err) == is_refused
     assert main(["sft", *words, "nokey=1"]) == 2
-    expected = "exists and is not empty" if is_refused else "unknown key 'nokey'"
-    assert expected in capsys.readouterr().err
+    assert "unknown key 'nokey'" in capsys.readouterr().err  # what is typed comes first
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["finetun"], "taut sft"),
+        (["qlora"], "taut sft lora.rank=16"),
+        (["rlhf"], "taut grpo"),
+        (["infer"], "taut chat"),
+        (["SFT"], "taut sft"),
+        (["dr_grpo"], "grpo.advantage=mean"),
+        (["sft", "--hlep"], "--help"),
+        (["sft", "--help", "optim.lr"], "optim.learning_rate"),
+        (["sft", "model=m", "data=a.jsonl", "gpus=2"], "torchrun --nproc-per-node N"),
+        (["sft", "model=m", "data=a.jsonl", "batch.size=8"], "batch.samples_per_step"),
+        (["sft", "model=m", "data=a.jsonl", "bf16=true"], "dtype=bfloat16"),
+        (["sft", "model=m", "data=a.jsonl", "eval=b.jsonl"], "data.eval"),
+        (["grpo", "model=m", "data=a.jsonl", "temperature=1"], "'rollout.temperature'"),
+        (["grpo", "model=m", "data=a.jsonl", "rollout.engine=vllm"], "rollout.engine=server"),
+        (["sft", "m", "a.jsonl"], "model=DIR data.train=FILE"),
+    ],
+)
+def test_a_new_user_is_told_what_to_type(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert meant in capsys.readouterr().err
+
+
+def test_help_may_stand_before_or_after_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for words in (["sft", "--help"], ["help", "sft"], ["--help", "sft"], ["sft", "help"]):
+        assert main(words) == 0
+        said.append(capsys.readouterr().out)
+    assert len(set(said)) == 1 and "lora" in said[0]
+    for words in (["--version"], ["-V"], ["version"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out == f"taut {taut.__version__}\n"

@@ -188,7 +188,9 @@ def _of_topic(name: str, rows: Sequence[Row], topic: str) -> Sequence[Row]:
 
         groups = [*groups_of(rows), ALL]
         keys = [row.key for row in rows]
-        foreign = [key for key in foreign_keys()[0].get(topic, ()) if key in keys]
+        foreign = [
+            key for key in foreign_keys()[0].get(topic.rpartition(".")[2], ()) if key in keys
+        ]
         near = foreign or difflib.get_close_matches(topic, [*groups, *keys], 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(

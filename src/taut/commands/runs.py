@@ -77,7 +77,7 @@ class RunList(list[RunState]):
         return DataFrame(rows)
 
     def __repr__(self) -> str:
-        return table(self, time.time())
+        return table(self, time.time()) if self else "[]"
 
     def _repr_html_(self) -> str:
         head, *rows = _cells(self, time.time())

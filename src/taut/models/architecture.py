@@ -521,14 +521,21 @@ def match_pattern(model: nn.Module, pattern: str, names: Sequence[str], key: str
     return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
+MOST_ENDS = 12
+"""Ends of names that are listed where nothing is near."""
+
+
 def suggest(pattern: str, names: list[str]) -> str:
     """A suggestion for a user whose ``pattern`` matches nothing."""
     word = pattern.strip("*/.")
     around = [name for name in names if word and word in name]
     if around:
         return f"did you mean '*{word}*' ({len(around)} names, {around[0]} for one)?"
-    close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-    return f"the nearest name is {close[0]}" if close else "there are no names"
+    short = (re.sub(r"^.*?(\w+(\.weight|\.bias)?)$", r"\1", name) for name in names)
+    ends = list(dict.fromkeys(short))
+    if close := difflib.get_close_matches(word, ends, n=1):
+        return f"did you mean {close[0]}?"
+    return f"they end in {', '.join(ends[:MOST_ENDS])}" if ends else "there are no names"
 
 
 def assign_patterns(model: nn.Module, patterns: Iterable[str], key: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ from taut.attention import flex, reference, varlen
 from taut.attention.decode import Decoding
 from taut.attention.extension import Attend, Extension
 from taut.attention.layout import Layout, read_call
-from taut.config import Decision
+from taut.config import Decision, did_you_mean
 from taut.errors import AttentionError
 from taut.models.architecture import head_sizes, layer_types, text_config
 from taut.models.stateful_types import STATEFUL_TYPES
@@ -77,6 +77,7 @@ def select(
     if requested not in ("auto", *BACKENDS):
         raise AttentionError(
             f"attention={requested} is not known; expected auto, {', '.join(BACKENDS)}"
+            f"{did_you_mean('attention', requested)}"
         )
     obstacles = {name: _obstacle(name, device, dtype, config) for name in BACKENDS}
     has_two_way_blocks = config.model_type == "gemma3"  # the tokens of a picture

@@ -148,6 +148,10 @@ def verifier_of(name: str, options: Mapping[str, Any]) -> Verifier:
     known = [*REWARDS, *plugins.names(ADDED)]
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else "correct it"
+    if home_path(name).is_dir():
+        hint = f'a reward model is {{ name = "reward_model", model = "{name}" }}'
+    elif name.endswith(".py"):
+        hint = f"name its function, as in {name}:score"
     raise ConfigError(
         f"found the reward {name!r}; expected one of {', '.join(known)}, or FILE.py:function; {hint}"
     )

@@ -27,7 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from taut.config import to_dict, user_path
+from taut.config import to_dict
 from taut.data.render.tokens import token_bytes
 from taut.data.stream import StreamDataset
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, OutputError, TautError
@@ -74,6 +74,7 @@ from taut.train.run_dir import (
     Lock,
     claim,
     complete,
+    out_of,
     read_resolved,
     require_usable,
     step_of,
@@ -126,10 +127,8 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
     stops the run; Interrupted where a signal does, with the training state saved. With ``resume`` the run starts from
     its newest checkpoint; a finished run is not changed.
     """
-    if run.out is None:
-        raise ConfigError("out is not set; expected a directory; set out=DIR")
+    out = out_of(run.out)
     temporary.clear()
-    out = user_path(run.out, "out")
     with Interrupts.watching() as interrupts, ExitStack() as preparation:
         # until training begins there is nothing to save: a signal ends the process
         preparation.enter_context(interrupts.before_training())

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from taut.config import Decision
+from taut.config import Decision, did_you_mean
 from taut.errors import ConfigError, Interrupted, RankFailed, TautError
 from taut.io import progress, threads
 from taut.io.console import is_first_on_host
@@ -231,7 +231,9 @@ def start(device: str = "auto", parallel: ParallelConfig = UNDIVIDED) -> Ranks:
     has_cuda = torch.cuda.is_available()
     problem = ""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        problem = "is not known; expected auto, cpu, cuda or cuda:N"
+        problem = (
+            f"is not known; expected auto, cpu, cuda or cuda:N{did_you_mean('device', device)}"
+        )
     elif device.startswith("cuda:") and size > 1:
         problem = f"is one device for {size} ranks; each rank takes the one of its LOCAL_RANK; set device=cuda"
     elif device.startswith("cuda") and not has_cuda:

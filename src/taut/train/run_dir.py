@@ -36,8 +36,8 @@ import pydantic
 from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
-from taut.config import first_problem, home_path
-from taut.errors import OutputError, redacted_in
+from taut.config import first_problem, home_path, user_path
+from taut.errors import ConfigError, OutputError, redacted_in
 from taut.io import files
 
 MARK = "resolved.json"
@@ -67,6 +67,13 @@ WRITTEN = (
     *("tensorboard", "wandb", REPORT_ID, MARK),
 )
 """Files of a run, which ``overwrite`` removes; the mark last, so that after a kill the rest is still a run."""
+
+
+def out_of(out: str | None) -> Path:
+    """The directory of a run that trains. Raises ConfigError where it is not set."""
+    if out is None:
+        raise ConfigError("out is not set; expected a directory; set out=DIR")
+    return user_path(out, "out")
 
 
 def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence[str] = ()) -> None:

@@ -384,11 +384,14 @@ def _open_local(source: Source) -> OpenSource:
     is_name = is_name and formats.suffix_of(source.path) is None and not Path(parts[0]).exists()
     if path.is_dir() or is_name or source.path.startswith("hf://"):
         return _open_data_set(source, path)
-    is_share = re.fullmatch(r"0?\.\d+", source.path) is not None
-    share = "; a part of a file is { path = ..., share = [0.9, 1] }" if is_share else ""
+    hint = ""
+    if re.fullmatch(r"0?\.\d+", source.path):
+        hint = "; a part of a file is { path = ..., share = [0.9, 1] }"
+    elif "," in source.path:
+        hint = '; several are a list, as in ["a.jsonl", "b.jsonl"]'
     raise DataError(
         f"found no file or directory {source.path}; expected a {', '.join(formats.FORMATS)} file, a pattern, a "
-        f"directory, an address, or owner/name of the hub; check the path{share}"
+        f"directory, an address, or owner/name of the hub; check the path{hint}"
     )
 
 

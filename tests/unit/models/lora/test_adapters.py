@@ -173,7 +173,7 @@ def test_the_head_is_honored_when_it_is_trained_whole() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("llama", {"targets": ["q_prj"]}, r"'q_prj' matches no linear module; the nearest name is"),
+        ("llama", {"targets": ["q_prj"]}, r"'q_prj' matches no linear module; did you mean q_proj"),
         ("llama", {"targets": ["q_proj", "lm_head"]}, "'lm_head' is the output head"),
         ("llama", {"modules_to_save": ["embed"]}, r"'embed' matches no module; did you mean"),
         ("qwen2", {"modules_to_save": ["lm_head"]}, "tied to the embedding; name the embedding"),
