@@ -52,6 +52,12 @@ class Evaluated:
     answers: tuple[Answer, ...]
     generated: Generated
 
+    def __repr__(self) -> str:
+        report = self.report
+        metrics = (*report.metrics, report.stopped)
+        means = ", ".join(f"{it.name} {shown(it)[0]}" for it in metrics)
+        return f"Evaluated({report.num_completions:,} completions of {report.num_prompts:,} prompts: {means})"
+
     def _repr_html_(self) -> str:
         """The metrics with their intervals, and some answers."""
         report = self.report

@@ -122,6 +122,10 @@ class Scored:
     def num_tokens(self) -> int:
         return sum(sum(row.num_tokens) for row in self.rows)
 
+    def __repr__(self) -> str:
+        right = "" if self.accuracy is None else f", accuracy {self.accuracy:.2%}"
+        return f"Scored({self.num_scores:,} scores: mean {self.mean:.4g}{right})"
+
     def _repr_html_(self) -> str:
         lines = (line.partition(": ") for line in summary(self).splitlines())
         return html_table("scores", (), ((name, text) for name, _, text in lines))

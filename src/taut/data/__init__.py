@@ -12,4 +12,20 @@ order           the samples of each step; ``large_epoch`` without an array over 
 batching        the micro-batches of a step
 packing         the layout of a micro-batch, common prefixes once
 label_noise     contradictions and flipped labels in preference data
+
+``taut.data.stats(...)`` and the like are the commands ``taut data stats`` and the like.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
+        function = import_module("taut.commands.functions").find_in("data", name)
+        if function is not None:
+            return function
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
