@@ -29,18 +29,7 @@ if sys.platform == "win32":
 from importlib import import_module
 from typing import Any
 
-from taut.errors import (
-    AttentionError,
-    CheckFailed,
-    ConfigError,
-    DataError,
-    DivergenceError,
-    ModelError,
-    NonFiniteError,
-    OutputError,
-    RenderError,
-    TautError,
-)
+from taut import errors
 from taut.methods import METHODS
 
 __version__ = "0.1.0"
@@ -85,12 +74,14 @@ _ROOMS = ("data", "plan")
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"taut.{name}")
+    if name in __all__ and hasattr(errors, name):
+        return getattr(errors, name)
     if name in _CLASSES:
         from taut.io.extras import require
 
         require("train", f"taut.{name}")
         return getattr(import_module(_CLASSES[name]), {"Run": "RunConfig"}.get(name, name))
-    if name in __all__ or name in METHODS:
+    if name in __all__ or name in METHODS:  # a registered one too
         return import_module("taut.commands.functions").find(name)
     raise AttributeError(f"module 'taut' has no attribute {name!r}")
 

@@ -1449,7 +1449,7 @@ def show(
     critic: _CriticConfig = ...,
     best_of_n: _BestOfNConfig = ...,
 ) -> None:
-    """Print the resolved configuration and the first samples, their targets colored. Takes a run of any ``method``."""
+    """Print the configuration and which tokens are targets; of a run (--step N RUN) a step. Keys: ``taut show --help``."""
 
 def plan(
     run: Run | _Text | None = None,
@@ -1519,7 +1519,7 @@ def plan(
     """Predict the memory and the step time of a run."""
 
 def chat(
-    model_: Chat | _Text | None = None,
+    config: Chat | _Text | None = None,
     /,
     *,
     model: _Text = ...,
@@ -1543,7 +1543,7 @@ def chat(
     """Chat with a model in the terminal."""
 
 def evaluate(
-    model_: Evaluate | _Text | None = None,
+    config: Evaluate | _Text | None = None,
     /,
     *,
     model: _Text = ...,
@@ -1579,7 +1579,7 @@ def evaluate(
     """Evaluate a model on questions with known answers."""
 
 def export(
-    model_: Export | _Text | None = None,
+    config: Export | _Text | None = None,
     /,
     *,
     model: _Text = ...,
@@ -1594,7 +1594,7 @@ def export(
     """Export one GGUF file for llama.cpp and programs built on it."""
 
 def generate(
-    model_: Generate | _Text | None = None,
+    config: Generate | _Text | None = None,
     /,
     *,
     model: _Text = ...,
@@ -1631,7 +1631,7 @@ def generate(
     """Generate completions of a file of prompts, as JSONL."""
 
 def merge(
-    model_: Merge | _Text | None = None, adapter_: _Text = ...,
+    config: Merge | _Text | None = None, adapter_: _Text = ...,
     /,
     *,
     model: _Text = ...,
@@ -1646,7 +1646,7 @@ def merge(
     """Merge a base model and a LoRA adapter."""
 
 def push(
-    run_: Push | _Text | None = None, name_: _Text = ...,
+    config: Push | _Text | None = None, name_: _Text = ...,
     /,
     *,
     run: _Text = ...,
@@ -1665,7 +1665,7 @@ def push(
     """Upload the model of a run, with a model card, to the Hugging Face hub."""
 
 def score(
-    model_: Score | _Text | None = None,
+    config: Score | _Text | None = None,
     /,
     *,
     model: _Text = ...,
@@ -1692,7 +1692,7 @@ def score(
     """Score a file of answers with a reward model, as JSONL."""
 
 def teach(
-    model_: Teach | _Text | None = None,
+    config: Teach | _Text | None = None,
     /,
     *,
     model: _Text = ...,
@@ -1710,7 +1710,7 @@ def teach(
     """Write a teacher's top logprobs to a file, for distill."""
 
 def verify(
-    model_: Verify | _Text | None = None,
+    config: Verify | _Text | None = None,
     /,
     *,
     model: _Text = ...,

@@ -738,7 +738,7 @@ def _plain(value: Any, path: KeyPath, place: str) -> Any:
         return value
     raise ConfigError(
         f"found a value of type {type(value).__name__} {place} for '{key_text(path)}'; "
-        "expected numbers, strings, booleans, lists and mappings"
+        "expected numbers, strings, booleans, lists and mappings; where a key names code, FILE.py:name"
     )
 
 

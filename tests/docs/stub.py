@@ -19,14 +19,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from taut.commands import plan, registry
-from taut.commands.functions import FUNCTIONS, parts_of
+from taut.commands.functions import COMMANDS, parts_of
 from taut.config import TakesCode, fields_of, is_table
 from taut.data.settings import DataConfig, Source
 from taut.methods import METHODS
 from taut.methods.method import RunConfig
 from taut.rewards.settings import RewardSpec
 
-SOURCE = Path(__file__).parents[2] / "src" / "taut"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "taut"
 STUBS = {SOURCE / "__init__.pyi": "taut", SOURCE / "data" / "__init__.pyi": "taut.data"}
 PLAIN = {str: "_Text", int: "int", float: "float", bool: "bool", types.NoneType: "None"}
 RUN = "run: Run | _Text | None = None"
@@ -164,7 +165,7 @@ class Stub:
             first = f"*{command.many}_: {cls.__name__} | _Rows"
         elif command.alone:
             more = [f"{key}_: {keys[key]} = ..." for key in command.alone[1:]]
-            first = ", ".join([f"{command.alone[0]}_: {config} | None = None", *more])
+            first = ", ".join([f"config: {config} | None = None", *more])
         else:
             first = f"config: {config} | None = None"
         about = f"{command.about[0].upper()}{command.about[1:]}."
@@ -213,8 +214,11 @@ def stub_of_taut() -> str:
     stub.add("show", RUN, anything, "None", functions["show"])
     planned = stub.keys(plan.Planning, RunConfig, *methods)
     stub.add("plan", RUN, planned, "Planned", "Predict the memory and the step time of a run.")
-    for name, typed in FUNCTIONS.items():
-        stub.command(name, typed)
+    done = {"check", "plan", "resume", "runs", "show", *METHODS}
+    for name in sorted(set(taut.__all__) - done):
+        typed = COMMANDS.get(name, name)
+        if name.islower() and registry.find(typed):
+            stub.command(name, typed)
     public = ", ".join(f'"{name}"' for name in taut.__all__)
     return stub.text("`import taut`", f"\n__version__: str\n__all__ = [{public}]\n")
 

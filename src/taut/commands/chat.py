@@ -9,7 +9,6 @@ template strips from history is stripped, and pictures stay in their messages. N
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -189,8 +188,8 @@ class Session:
         return f"cut after {self.sampling.max_new_tokens:,} tokens (sampling.max_new_tokens)"
 
 
-class Conversation:
-    """``taut.chat(...)``: a conversation in Python. Closed by ``close``, by ``with``, or with the process.
+class Conversation(ExitStack):
+    """``taut.chat(...)``: a conversation in Python. ``close``, or the end of ``with``, frees the model.
 
     chat = taut.chat("runs/a/model", system="Be brief.")
     chat("What is 2 + 2?")                              the answer; both join the conversation
@@ -198,30 +197,22 @@ class Conversation:
     """
 
     def __init__(self, config: Chat) -> None:
-        with ExitStack() as stack:
-            opened = stack.enter_context(open_engine(config))
-            stack.enter_context(conversation(opened.engine))
-            folder = stack.enter_context(TemporaryFolder("chat"))
-            self._session = Session(config, opened, lambda _: None, folder)
-            self._stack = stack.pop_all()
-        self.model = config.model
+        super().__init__()
+        opened = self.enter_context(open_engine(config))
+        self.enter_context(conversation(opened.engine))
+        folder = self.enter_context(TemporaryFolder("chat"))
+        self._session, self.model = Session(config, opened, lambda _: None, folder), config.model
         self.note = ""
         """Why the last answer ended before its end token; empty if it did not."""
 
-    def __call__(
-        self, message: str | Sequence[Message], images: Sequence[str | os.PathLike[str]] = ()
-    ) -> str:
-        """Answer a message, or the last of a list of messages, which replaces the conversation. ``images``: files of
-        the pictures that are shown with it. Raises EngineError where there is no answer.
+    def __call__(self, message: str | Sequence[Message]) -> str:
+        """Answer a message, or the last of a list of messages, which replaces the conversation. Raises EngineError
+        where there is no answer.
         """
-        session = self._session
         if not isinstance(message, str):
-            *session.messages, last = message
+            *self._session.messages, last = message
             message = str(last["content"])
-        session.pictures = []
-        for path in images:
-            session.attach(os.fspath(path))
-        text, self.note = session.say(message)
+        text, self.note = self._session.say(message)
         if text is None:
             raise EngineError(f"{self.model} gave no answer: {self.note}; expected one; ask again")
         return text
@@ -230,20 +221,6 @@ class Conversation:
     def messages(self) -> list[Message]:
         """The messages so far, without the system message of the keys."""
         return [*self._session.messages]
-
-    def reset(self) -> None:
-        """Begin another conversation."""
-        self._session.messages = []
-
-    def close(self) -> None:
-        """Free the model."""
-        self._stack.close()
-
-    def __enter__(self) -> Conversation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Conversation({self.model}, {counted(len(self.messages), 'messages')})"

@@ -53,10 +53,9 @@ class Evaluated:
     generated: Generated
 
     def __repr__(self) -> str:
-        report = self.report
-        metrics = (*report.metrics, report.stopped)
+        metrics = (*self.report.metrics, self.report.stopped)
         means = ", ".join(f"{it.name} {shown(it)[0]}" for it in metrics)
-        return f"Evaluated({report.num_completions:,} completions of {report.num_prompts:,} prompts: {means})"
+        return f"Evaluated({self.report.num_completions:,} completions: {means})"
 
     def _repr_html_(self) -> str:
         """The metrics with their intervals, and some answers."""

@@ -29,7 +29,6 @@ from taut.config import Decision, configclass, load
 from taut.data.settings import DataConfig
 from taut.errors import ConfigError
 from taut.io.console import warn_if_slow
-from taut.io.notebook import html_table
 from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig, class_of
 from taut.models import architecture
@@ -153,14 +152,6 @@ class Planned:
 
     def __repr__(self) -> str:
         return f"Planned({self.num_ranks} x {self.machine.name}: {_verdict(self)})"
-
-    def _repr_html_(self) -> str:
-        """The verdict, and each configuration with its memory and the keys to set."""
-        rows = [
-            (way.name, _gib(way.footprint.peak), way.most_tokens or None, " ".join(way.keys))
-            for way in self.ways
-        ]
-        return html_table(repr(self), ("", "GiB", "tokens that fit", "set"), rows)
 
 
 def main(path: Path | None, overrides: Sequence[str]) -> int:

@@ -79,6 +79,7 @@ CORE = {
         "taut.methods.method:RunConfig",
         group=LOOK,
         has_method=True,
+        result="taut.commands.show:show",
     ),
     "tokenize": Command(
         "[RUN.toml | RUN.yaml] [out=DIR] [key=value ...]",
@@ -227,7 +228,7 @@ def training() -> dict[str, Command]:
     """The commands that train, one for each method."""
     return {
         name.replace("_", "-"): Command(
-            "[RUN.toml | RUN.yaml] [key=value ...]", about, TRAIN, place, group=TRAINING
+            "[RUN.toml | RUN.yaml] [key=value ...]", about, TRAIN, place, TRAINING, result=TRAIN
         )
         for name, (place, about) in METHODS.entries.items()
     }

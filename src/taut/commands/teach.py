@@ -55,9 +55,6 @@ class Taught(NamedTuple):
     """Mean probability of the tokens listed per target."""
     decisions: list[Decision]
 
-    def __repr__(self) -> str:
-        return f"Taught({self.out}: {counted(self.num_targets, 'targets')}, mass {self.mass:.2%})"
-
 
 def run(config: Teach) -> int:
     """Teach and print a summary."""

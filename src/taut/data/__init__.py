@@ -18,14 +18,13 @@ label_noise     contradictions and flipped labels in preference data
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
+from importlib import import_module, util
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
-        function = import_module("taut.commands.functions").find_in("data", name)
-        if function is not None:
-            return function
+    is_file = name.startswith("_") or util.find_spec(f"{__name__}.{name}") is not None
+    functions = None if is_file else import_module("taut.commands.functions")
+    if functions and (function := functions.find(f"data.{name}")):
+        return function
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

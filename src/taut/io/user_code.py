@@ -21,11 +21,11 @@ once more at the end of the process: 2.0 of the 5.4 s of CPU that a command took
 
 from __future__ import annotations
 
-import ast
 import gc
 import hashlib
 import inspect
 import pickle
+import re
 import sys
 import traceback
 import zlib
@@ -201,11 +201,8 @@ def added_files(names: Iterable[str], group: str, label: str) -> list[Path]:
 
 def named_files(names: Iterable[str]) -> list[Path]:
     """The files of the code that texts name as ``FILE.py:name``; an object that was given from Python has none."""
-    return [
-        files.home_path(name.rpartition(":")[0])
-        for name in names
-        if ":" in name and not name.startswith(GIVEN)
-    ]
+    specs = [name for name in names if ":" in name and not name.startswith(GIVEN)]
+    return [files.home_path(spec.rpartition(":")[0]) for spec in specs]
 
 
 # -- objects that are given from Python
@@ -214,14 +211,11 @@ def named_files(names: Iterable[str]) -> list[Path]:
 def name_object(value: Any) -> str:
     """The text that stands for a function, class or object in a configuration of this process."""
     name = getattr(value, "__name__", None) or type(value).__name__
-    if isinstance(value, partial):
-        name = value.func.__name__
     module, path = sys.modules.get(getattr(value, "__module__", "")), _file_of(value)
     is_by_name = module is not None and getattr(module, name, None) is value
     if is_by_name and value.__module__ != "__main__" and path.suffix == ".py" and path.is_file():
         source = files.read_text(path)
-        imports = (it for it in ast.walk(ast.parse(source)) if isinstance(it, ast.ImportFrom))
-        if not any(it.level for it in imports):  # those of a package need it
+        if not re.search(r"^\s*from \.", source, re.MULTILINE):  # that needs its package
             here = Path.cwd()
             spec = f"{path.relative_to(here) if path.is_relative_to(here) else path}:{name}"
             _given[spec] = source, value
@@ -235,7 +229,7 @@ def name_object(value: Any) -> str:
 
 def _file_of(value: Any) -> Path:
     """The file in which an object, or its class, is written; ``.`` where that is not known."""
-    value = inspect.unwrap(value.func if isinstance(value, partial) else value)
+    value = inspect.unwrap(value)
     is_code = isinstance(value, type) or inspect.isroutine(value)
     try:
         return Path(inspect.getsourcefile(value if is_code else type(value)) or "")
@@ -248,41 +242,40 @@ def _described(value: Any, home: str | None, seen: set[int]) -> Any:
     alone, as it is where a file imports it.
     """
 
-    def each(values: Iterable[Any]) -> list[Any]:
+    def each(*values: Any) -> list[Any]:
         return [_described(it, home, seen) for it in values]
 
+    # values, and what holds others
     if value is None or isinstance(value, str | bytes | int | float):
         return value
-    if isinstance(value, list | tuple):
-        return each(value)
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, each(value)))
     if isinstance(value, Mapping):
-        return [[str(key), it] for key, it in zip(value, each(value.values()), strict=True)]
+        return each(*value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return each(*(value if isinstance(value, list | tuple) else sorted(value, key=repr)))
     if isinstance(value, CodeType):
-        return [value.co_code.hex(), value.co_names, *each(value.co_consts)]
+        return [value.co_code, value.co_names, *each(*value.co_consts)]
     if isinstance(value, partial):
-        return each((value.func, value.args, value.keywords))
+        return each(value.func, value.args, value.keywords)
     if inspect.ismethod(value):
-        return each((value.__func__, value.__self__))
-    is_code = isinstance(value, type) or inspect.isfunction(value)
+        return each(value.__func__, value.__self__)
+    # code, and objects by their classes
+    name = getattr(value, "__qualname__", type(value).__qualname__)
     module = getattr(value, "__module__", type(value).__module__)
-    place = f"{module}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     if id(value) in seen or module != home:
-        return value.__name__ if isinstance(value, ModuleType) else place
+        return value.__name__ if isinstance(value, ModuleType) else f"{module}.{name}"
     seen.add(id(value))
-    if not is_code:
-        return each((type(value), getattr(value, "__dict__", {})))
+    is_class = isinstance(value, type)
+    if not is_class and not inspect.isfunction(value):
+        return each(type(value), getattr(value, "__dict__", {}))
     try:
-        source = None if value.__name__ == "<lambda>" else inspect.getsource(value)
+        source = "" if "<lambda>" in name else inspect.getsource(value)  # of a lambda: whole lines
     except (OSError, TypeError):
-        source = None
-    if isinstance(value, type):
-        methods = {name: it for name, it in vars(value).items() if inspect.isfunction(it)}
-        return each((place, methods if source is None else source))
+        source = ""
+    if is_class:
+        return source or each({k: it for k, it in vars(value).items() if inspect.isfunction(it)})
     around = inspect.getclosurevars(value)
-    code = value.__code__ if source is None else source  # the lines of a lambda hold more than it
-    return each((code, value.__defaults__, value.__kwdefaults__, around.nonlocals, around.globals))
+    code = source or value.__code__
+    return each(code, value.__defaults__, value.__kwdefaults__, around.nonlocals, around.globals)
 
 
 # -- taut's own

@@ -22,7 +22,7 @@ class _Room(ModuleType):
     """
 
     def __call__(self, run: Any = None, /, **keys: Any) -> Any:
-        return import_module("taut.commands.functions").plan(run, **keys)
+        return import_module("taut.commands.functions").find("plan")(run, **keys)
 
 
 sys.modules[__name__].__class__ = _Room

@@ -102,8 +102,7 @@ def _values_of(value: Any, key: str) -> tuple[str, list[Any]] | None:
         raise DataError(
             f"found an array of {value.ndim} dimensions for {key}; expected rows, which are one; give a list of dicts"
         )
-    name = getattr(value, "name", None)
-    name = name if isinstance(name, str) else "text"
+    name = value.name if isinstance(getattr(value, "name", None), str) else "text"
     if is_array:
         names = getattr(value.dtype, "names", None)
         values = value.tolist()
@@ -160,22 +159,18 @@ def _write_parquet(path: Path, batches: Iterator[Any], key: str) -> None:
 def _write_list(path: Path, rows: Sequence[Mapping[str, Any]], key: str) -> None:
     with path.open("w", encoding="utf-8", errors="surrogatepass") as file:
         for number, row in enumerate(rows, start=1):
-            row = _without_numpy(row)
             require_json(row, f"rows:{number} of {key}", "")
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False, default=_without_numpy) + "\n")
 
 
 def _without_numpy(value: Any) -> Any:
-    """A value with Python's own numbers and lists in place of numpy's, which DataFrames give."""
-    if isinstance(value, Mapping):
-        return {name: _without_numpy(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_numpy(item) for item in value]
+    """A value with Python's own numbers and lists in place of numpy's, as DataFrames give them."""
     return value.tolist() if type(value).__module__ == "numpy" else value
 
 
 def require_json(value: Any, place: str, inside: str) -> None:
     """Raise DataError, with row and key, for a value that JSON cannot represent."""
+    value = _without_numpy(value)
     if isinstance(value, Mapping):
         for name, item in value.items():
             if not isinstance(name, str):
