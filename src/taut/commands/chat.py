@@ -132,8 +132,7 @@ class Session:
         pictures = [{"type": "image", "image": picture} for picture in self.pictures]
         content = [*pictures, {"type": "text", "text": text}] if pictures else text
         messages = [*self.messages, {"role": "user", "content": content}]
-        has_system = messages[0]["role"] == "system"
-        is_set = self.system is not None and not has_system
+        is_set = self.system is not None and messages[0]["role"] != "system"
         system = [{"role": "system", "content": self.system}] if is_set else []
         ids_T, media = self.opened.renderer.prompt_media([*system, *messages])
         self.num_turns += 1

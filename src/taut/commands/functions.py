@@ -161,8 +161,9 @@ def plain_keys(cls: type[Any], keys: Mapping[str, Any]) -> dict[str, Any]:
 
     plain = dict(keys)
     if annotation_of(cls, ["data"]) is DataConfig and "data" in plain:
-        rows: Any = plain["data"]
-        if not isinstance(rows, DataConfig | Mapping) or "path" in rows:
+        rows = plain["data"]
+        is_keys = isinstance(rows, DataConfig) or (isinstance(rows, Mapping) and "path" not in rows)
+        if not is_keys:
             plain["data.train"] = plain.pop("data")
     return dict(_with_names(as_paths(cls, plain), cls))
 

@@ -123,8 +123,7 @@ class Scored:
         return sum(sum(row.num_tokens) for row in self.rows)
 
     def __repr__(self) -> str:
-        right = "" if self.accuracy is None else f", accuracy {self.accuracy:.2%}"
-        return f"Scored({self.num_scores:,} scores: mean {self.mean:.4g}{right})"
+        return f"Scored({'; '.join(summary(self).splitlines()[:2])})"
 
     def _repr_html_(self) -> str:
         lines = (line.partition(": ") for line in summary(self).splitlines())

@@ -272,7 +272,8 @@ def _described(value: Any, home: str | None, seen: set[int]) -> Any:
     except (OSError, TypeError):
         source = ""
     if is_class:
-        return source or each({k: it for k, it in vars(value).items() if inspect.isfunction(it)})
+        own = {k: it for k, it in vars(value).items() if inspect.isfunction(it) or k[:2] != "__"}
+        return source or each(own)
     around = inspect.getclosurevars(value)
     code = source or value.__code__
     return each(code, value.__defaults__, value.__kwdefaults__, around.nonlocals, around.globals)

@@ -18,6 +18,7 @@ import taut
 from taut.commands import functions
 from taut.commands.functions import plain_keys
 from taut.config import from_mapping
+from taut.data.settings import DataConfig
 from taut.errors import ConfigError
 from taut.io.user_code import GIVEN
 from taut.methods import METHODS
@@ -53,6 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"path": "a", "weight": 2}, {"data.train": {"path": "a", "weight": 2}}),
         ({"train": "a.jsonl"}, {"data": {"train": "a.jsonl"}}),
         ({}, {"data": {}}),
+        (DataConfig(train="a.jsonl"), {"data": DataConfig(train="a.jsonl")}),
     ],
 )
 def test_data_alone_is_what_trains(given: Any, plain: dict[str, Any]) -> None:

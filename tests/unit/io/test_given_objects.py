@@ -116,6 +116,8 @@ def test_the_text_is_that_of_source_and_values() -> None:
     assert same == digest(objects.format(k="{'b', 'a'}", body="pass"))
     assert same != digest(objects.format(k="{'a'}", body="pass"))
     assert same != digest(objects.format(k="{'a', 'b'}", body="return 1"))
+    classes = "class f:\n    k = {k}\n"
+    assert digest(classes.format(k=1)) != digest(classes.format(k=2))
     assert digest("from functools import partial\nf = partial(max, 1)\n") != digest(
         "from functools import partial\nf = partial(max, 2)\n"
     )
