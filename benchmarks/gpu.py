@@ -48,6 +48,7 @@ LEAVES_OUT = {
     "tokenizers": "training, generation and checkpoints",
     "peft": "LoRA, and the tests of whole runs",
     "cachetools": "checkpoints, the tests of whole runs, and the stated peak of the device",
+    "cloudpickle": "the tests of whole runs",
     "rich": "the tests of whole runs",
     "pytest": "the tests",
     "trl": "the comparison with TRL",

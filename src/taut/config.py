@@ -53,6 +53,7 @@ from taut.conflicts import fields_of as fields_of
 from taut.conflicts import written as written
 from taut.errors import ConfigError
 from taut.io import files
+from taut.io.files import home_path as home_path
 
 T = TypeVar("T")
 KeyPath = tuple[str | int, ...]
@@ -61,6 +62,17 @@ Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 """Types of a field: a number above 0, of at least 0, and between 0 and 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TakesCode:
+    """The mark of a text that may name code, as ``FILE.py:name``: Python may give the function, class or object."""
+
+    function: str = ""
+    """Stands before the name of a function."""
+
+
+Code: TypeAlias = Annotated[str, TakesCode()]
 
 YAML = (".yaml", ".yml")
 SUFFIXES = (".toml", *YAML)
@@ -305,10 +317,17 @@ def configclass(cls: type[T]) -> type[T]:
     made: a command needs few of the classes that it could use.
     """
     conflicts.install(cls)
+    setattr(cls, "__repr__", _repr)  # noqa: B010 (mypy takes no assignment to a method)
     settings = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
     result: Any = pydantic_dataclass(frozen=True, kw_only=True, config=settings)(cls)
     conflicts.verify(result)
     return result  # type: ignore[no-any-return]  # pydantic's own type for it is not type[T]
+
+
+def _repr(config: Any) -> str:
+    """The keys that differ from their defaults."""
+    keys = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed(config))
+    return f"{type(config).__name__}({keys})"
 
 
 def documentation(cls: type[Any]) -> dict[str, str]:
@@ -421,14 +440,6 @@ def restore(cls: type[T], saved: Mapping[str, Any], place: str, prefix: str = ""
     before keys that contradict each other.
     """
     return _build(cls, dict(saved), [], (place, place), prefix)
-
-
-def home_path(text: str | os.PathLike[str]) -> Path:
-    """The path of a text; ``~`` is the user's home. ``~name`` is an ordinary file name, so that it does not reveal
-    whether a user exists, or where their home is.
-    """
-    path = Path(text)
-    return path.expanduser() if path.parts[:1] == ("~",) else path
 
 
 def user_path(text: str, key: str) -> Path:
@@ -730,6 +741,8 @@ def _plain(value: Any, path: KeyPath, place: str) -> Any:
         return [_plain(item, (*path, index), place) for index, item in enumerate(value)]
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and value.ndim == 0:
+        value = value.item()
     if isinstance(value, date | time | datetime):
         return str(value)
     if isinstance(value, str):
@@ -742,7 +755,7 @@ def _plain(value: Any, path: KeyPath, place: str) -> Any:
         return value
     raise ConfigError(
         f"found a value of type {type(value).__name__} {place} for '{key_text(path)}'; "
-        "expected numbers, strings, booleans, lists and mappings"
+        "expected numbers, strings, booleans, lists and mappings; where a key names code, FILE.py:name"
     )
 
 

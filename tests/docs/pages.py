@@ -7,6 +7,7 @@ import runpy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.docs import stub
 from tests.helpers.all_rewards import ALL as REWARDS
 
 from taut.checks import CHECKS, OF_NODES
@@ -193,3 +194,4 @@ if __name__ == "__main__":
     MODELS_PAGE.write_text(models_page(), encoding="utf-8")
     REWARDS_PAGE.write_text(rewards_page(), encoding="utf-8")
     RATES_PAGE.write_text(rates_page(), encoding="utf-8")
+    stub.main()

@@ -9,6 +9,7 @@ so does prose, which may be reworded: names, numbers and the order of events are
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
@@ -36,6 +37,8 @@ from taut.cli import main
 
 ROOT = Path(__file__).parents[2]
 PICTURE = Path(__file__).with_name("picture")
+STUB = ast.parse((ROOT / "src" / "taut" / "__init__.pyi").read_text(encoding="utf-8"))
+"""The types of ``import taut``."""
 RUNS: dict[str, Any] = tomllib.loads((PICTURE / "runs.toml").read_text(encoding="utf-8"))
 """The runs, with their keys as they were called when the picture was taken."""
 EXAMINED = ("sft", "reward", "grpo")
@@ -209,7 +212,7 @@ def take_surface() -> dict[str, Json]:
         "commands": take_commands(),
         "keys": take_keys(),
         "checks": take_checks(),
-        "api": {name: take_signature(getattr(taut, name)) for name in taut.__all__},
+        "api": {name: take_signature(name, getattr(taut, name)) for name in taut.__all__},
     }
 
 
@@ -254,15 +257,17 @@ def take_checks() -> dict[str, list[str]]:
     return {name: [question, part] for name, question, part in rows}
 
 
-def take_signature(value: Any) -> Json:
-    """How a public name is called; of an exception its bases, of a data class its fields and properties.
+def take_signature(name: str, value: Any) -> Json:
+    """How a public name is called, by its types; of an exception its bases, of a data class its fields and properties.
 
     ``Run`` is a class of keys, which are pinned as keys.
     """
     if isinstance(value, str):
         return "text"
+    if not callable(value):
+        return "module"
     if not isinstance(value, type):
-        return _signature(value)
+        return _signature(name, value)
     if issubclass(value, BaseException):
         bases = [base.__name__ for base in value.__mro__ if issubclass(base, taut.TautError)]
         return {"bases": bases, "exit_code": getattr(value, "exit_code", None)}
@@ -273,13 +278,31 @@ def take_signature(value: Any) -> Json:
     return {"fields": {it.name: str(it.type) for it in fields(value)}, "properties": properties}
 
 
-def _signature(function: Callable[..., Any]) -> str:
-    signature = inspect.signature(function)
-    parameters = []
-    for it in signature.parameters.values():
-        default = "" if it.default is it.empty else f" = {it.default!r}"
-        parameters.append(f"{it.kind.name.lower()} {it.name}: {it.annotation}{default}")
-    return f"({', '.join(parameters)}) -> {signature.return_annotation}"
+def _signature(name: str, function: Callable[..., Any]) -> str:
+    """The parameters in ``taut/__init__.pyi``, with the keys of a run, which are pinned as keys, in one. Words of the
+    command that may stand for keys, whose names end in ``_``, are left out.
+    """
+    (node,) = (it for it in STUB.body if isinstance(it, ast.FunctionDef) and it.name == name)
+    names = [it.arg for it in node.args.kwonlyargs]
+    words = [*node.args.posonlyargs, *node.args.args]
+    inspect.signature(function).bind(*(None for _ in words), **dict.fromkeys(names))
+    parameters = [
+        f"positional_only {it.arg}: {ast.unparse(it.annotation)} = None"
+        for it in node.args.posonlyargs
+        if it.annotation and not it.arg.endswith("_")
+    ]
+    parameters += [
+        f"positional_or_keyword {it.arg}: {ast.unparse(it.annotation)}"
+        for it in node.args.args
+        if it.annotation
+    ]
+    if (many := node.args.vararg) and many.annotation:
+        parameters.append(f"var_positional {many.arg}: {ast.unparse(many.annotation)}")
+    parameters += ["keyword_only full: bool = False"] if "full" in names else []
+    parameters += ["var_keyword keys: Any"] if names else []
+    assert node.returns is not None
+    text = f"({', '.join(parameters)}) -> {ast.unparse(node.returns)}"
+    return text.replace("_Text", "str | PathLike[str]")
 
 
 @contextlib.contextmanager

@@ -462,8 +462,10 @@ def test_the_public_surface_is_pinned() -> None:
         "TautError",
         "__version__",
         "best_of_n",
+        "chat",
         "check",
         "cpo",
+        "data",
         "distill",
         "dpo",
         "evaluate",
@@ -475,7 +477,9 @@ def test_the_public_surface_is_pinned() -> None:
         "merge",
         "online_dpo",
         "orpo",
+        "plan",
         "ppo",
+        "push",
         "resume",
         "reward",
         "runs",
@@ -487,6 +491,7 @@ def test_the_public_surface_is_pinned() -> None:
         "verify",
     ]
     assert all(getattr(taut, name) is not None for name in taut.__all__)
+    assert dir(taut) == sorted(taut.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         taut.nothing  # noqa: B018 - the access is the test
 

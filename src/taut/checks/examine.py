@@ -87,17 +87,23 @@ class Examination:
     def count(self, outcome: Outcome) -> int:
         return sum(result.finding.outcome == outcome for result in self.results)
 
+    @property
+    def counts(self) -> str:
+        """The numbers of results by outcome, as text."""
+        return ", ".join(f"{self.count(o)} {o}" for o in ("failed", "warning", "passed", "skipped"))
+
+    def __repr__(self) -> str:
+        names = ", ".join(result.name for result in (*self.failures, *self.warnings))
+        return f"Examination({self.part}: {self.counts}{': ' if names else ''}{names})"
+
     def _repr_html_(self) -> str:
         """Failures, then warnings, then a count of the rest."""
-        counts = ", ".join(
-            f"{self.count(o)} {o}" for o in ("failed", "warning", "passed", "skipped")
-        )
         rows = [
             (one.finding.outcome, one.name, one.finding.says, one.finding.remedy)
             for one in (*self.failures, *self.warnings)
         ]
         columns = ("outcome", "check", "finding", "remedy") if rows else ()
-        return html_table(f"checks: {counts} in {self.seconds:.1f} s", columns, rows)
+        return html_table(f"checks: {self.counts} in {self.seconds:.1f} s", columns, rows)
 
 
 def examine(

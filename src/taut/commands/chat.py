@@ -10,8 +10,8 @@ template strips from history is stripped, and pictures stay in their messages. N
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -22,6 +22,7 @@ from taut.errors import EngineError, TautError
 from taut.inference.engine import Texts, room
 from taut.inference.factory import OpenEngine, open_engine
 from taut.inference.local import LocalEngine, conversation
+from taut.io.console import counted
 from taut.io.temporary import TemporaryFolder
 from taut.train.signals import Interrupt
 from taut.types import Prompt
@@ -125,13 +126,14 @@ class Session:
         count = f"{len(self.pictures)} with" if len(self.pictures) > 1 else "with"
         self.write(f"[{seen.width}x{seen.height} pixels, {count} the next message]\n")
 
-    def say(self, text: str) -> None:
+    def say(self, text: str) -> Answer:
         """Answer a message; both join the conversation, unless there is no answer."""
         # the whole conversation, rendered anew
         pictures = [{"type": "image", "image": picture} for picture in self.pictures]
         content = [*pictures, {"type": "text", "text": text}] if pictures else text
         messages = [*self.messages, {"role": "user", "content": content}]
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        is_set = self.system is not None and messages[0]["role"] != "system"
+        system = [{"role": "system", "content": self.system}] if is_set else []
         ids_T, media = self.opened.renderer.prompt_media([*system, *messages])
         self.num_turns += 1
         prompt = Prompt(f"message {self.num_turns}", ids_T, media=media)
@@ -140,6 +142,7 @@ class Session:
         if answer.text is not None:
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
             self.pictures = []
+        return answer
 
     def _answer(self, prompt: Prompt) -> Answer:
         engine = self.opened.engine
@@ -182,6 +185,44 @@ class Session:
             context = f"the model's context of {self.opened.context:,} tokens"
             return f"cut: {context} is full; /reset starts a new conversation"
         return f"cut after {self.sampling.max_new_tokens:,} tokens (sampling.max_new_tokens)"
+
+
+class Conversation(ExitStack):
+    """``taut.chat(...)``: a conversation in Python. ``close``, or the end of ``with``, frees the model.
+
+    chat = taut.chat("runs/a/model", system="Be brief.")
+    chat("What is 2 + 2?")                              the answer; both join the conversation
+    chat([{"role": "user", "content": "Hello"}])        another conversation, which begins with these messages
+    """
+
+    def __init__(self, config: Chat) -> None:
+        super().__init__()
+        opened = self.enter_context(open_engine(config))
+        self.enter_context(conversation(opened.engine))
+        folder = self.enter_context(TemporaryFolder("chat"))
+        self._session, self.model = Session(config, opened, lambda _: None, folder), config.model
+        self.note = ""
+        """Why the last answer ended before its end token; empty if it did not."""
+
+    def __call__(self, message: str | Sequence[Message]) -> str:
+        """Answer a message, or the last of a list of messages, which replaces the conversation. Raises EngineError
+        where there is no answer.
+        """
+        if not isinstance(message, str):
+            *self._session.messages, last = message
+            message = str(last["content"])
+        text, self.note = self._session.say(message)
+        if text is None:
+            raise EngineError(f"{self.model} gave no answer: {self.note}; expected one; ask again")
+        return text
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages so far, without the system message of the keys."""
+        return [*self._session.messages]
+
+    def __repr__(self) -> str:
+        return f"Conversation({self.model}, {counted(len(self.messages), 'messages')})"
 
 
 class Stream:

@@ -52,6 +52,11 @@ class Evaluated:
     answers: tuple[Answer, ...]
     generated: Generated
 
+    def __repr__(self) -> str:
+        metrics = (*self.report.metrics, self.report.stopped)
+        means = ", ".join(f"{it.name} {shown(it)[0]}" for it in metrics)
+        return f"Evaluated({self.report.num_completions:,} completions: {means})"
+
     def _repr_html_(self) -> str:
         """The metrics with their intervals, and some answers."""
         report = self.report

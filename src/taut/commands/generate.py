@@ -122,6 +122,9 @@ class Generated:
     num_rows: int | None = None
     """Rows of the data set folder, if there is one."""
 
+    def __repr__(self) -> str:
+        return f"Generated({self.out}: {summary(self).splitlines()[0]})"
+
     def _repr_html_(self) -> str:
         """The summary, and the first completions of the file if it exists."""
         rows = []

@@ -76,6 +76,9 @@ class Merged:
     unquantized: Comparison | None = None
     """Comparison of the adapter on that base with the adapter on the unquantized base."""
 
+    def __repr__(self) -> str:
+        return f"Merged({self.out}: {counted(self.num_tensors, 'tensors')} of rank {self.rank})"
+
 
 def run(config: Merge) -> int:
     """Merge and print a summary."""

@@ -30,7 +30,7 @@ from taut.data.settings import DataConfig
 from taut.errors import ConfigError
 from taut.io.console import warn_if_slow
 from taut.io.terminal import Terminal
-from taut.methods.method import class_of
+from taut.methods.method import RunConfig, class_of
 from taut.models import architecture
 from taut.models.attention_backends import select
 from taut.models.cpu import cpu_matmul
@@ -150,12 +150,19 @@ class Planned:
         """Whether the configured run fits."""
         return self.ways[0].footprint.peak <= self.limit
 
+    def __repr__(self) -> str:
+        return f"Planned({self.num_ranks} x {self.machine.name}: {_verdict(self)})"
+
 
 def main(path: Path | None, overrides: Sequence[str]) -> int:
     """The command; its exit code."""
     ours = [name.partition(".")[0] for name in Planning.__dataclass_fields__]
     rest = [word for word in overrides if word.partition("=")[0].strip() not in ours]
-    method = class_of(path, rest)
+    return run(load(class_for(class_of(path, rest)), path, overrides))
+
+
+def class_for(method: type[RunConfig]) -> type[Any]:
+    """The keys of a plan for runs of a method."""
     body = {
         "__doc__": Plan.__doc__,
         "__module__": __name__,
@@ -163,7 +170,7 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
         "data": DataConfig(),
     }
     cls: type[Any] = configclass(type(f"Plan{method.__name__}", (Planning, method), body))
-    return run(load(cls, path, overrides))
+    return cls
 
 
 def run(config: Any) -> int:

@@ -47,6 +47,8 @@ class Command:
     """The run may be of any method, chosen by the key ``method``."""
     extras: tuple[str, ...] = ("train",)
     """The extras that the command needs (taut.io.extras)."""
+    result: str | None = None
+    """Function of the configuration that returns the result, for ``taut.NAME`` of Python; it prints nothing."""
 
 
 TRAIN = "taut.commands.train:train"
@@ -68,6 +70,7 @@ CORE = {
         "taut.commands.settings:Teach",
         group=TRAINING,
         alone=("model",),
+        result="taut.commands.teach:teach",
     ),
     "show": Command(
         "[RUN.toml | RUN.yaml] [key=value ...]",
@@ -76,6 +79,7 @@ CORE = {
         "taut.methods.method:RunConfig",
         group=LOOK,
         has_method=True,
+        result="taut.commands.show:show",
     ),
     "tokenize": Command(
         "[RUN.toml | RUN.yaml] [out=DIR] [key=value ...]",
@@ -136,6 +140,7 @@ CORE = {
         "taut.commands.settings:Generate",
         group=USE,
         alone=("model",),
+        result="taut.commands.generate:generate",
     ),
     "eval": Command(
         "MODEL data=FILE",
@@ -144,6 +149,7 @@ CORE = {
         "taut.commands.settings:Evaluate",
         group=USE,
         alone=("model",),
+        result="taut.commands.evaluate:evaluate",
     ),
     "score": Command(
         "MODEL data=FILE out=FILE",
@@ -152,6 +158,7 @@ CORE = {
         "taut.commands.settings:Score",
         group=USE,
         alone=("model",),
+        result="taut.commands.score:score",
     ),
     "chat": Command(
         "MODEL",
@@ -160,6 +167,7 @@ CORE = {
         "taut.commands.settings:Chat",
         group=USE,
         alone=("model",),
+        result="taut.commands.chat:Conversation",
     ),
     "verify": Command(
         "MODEL [--engine server --urls URL]",
@@ -168,6 +176,7 @@ CORE = {
         "taut.commands.settings:Verify",
         group=USE,
         alone=("model",),
+        result="taut.commands.verify:verify",
     ),
     "merge": Command(
         "MODEL ADAPTER out=DIR",
@@ -176,6 +185,7 @@ CORE = {
         "taut.commands.settings:Merge",
         group=SAVE,
         alone=("model", "adapter"),
+        result="taut.commands.merge:merge",
     ),
     "schema": Command(
         "[METHOD]",
@@ -218,7 +228,7 @@ def training() -> dict[str, Command]:
     """The commands that train, one for each method."""
     return {
         name.replace("_", "-"): Command(
-            "[RUN.toml | RUN.yaml] [key=value ...]", about, TRAIN, place, group=TRAINING
+            "[RUN.toml | RUN.yaml] [key=value ...]", about, TRAIN, place, TRAINING, result=TRAIN
         )
         for name, (place, about) in METHODS.entries.items()
     }

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import chdir
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from taut.commands import train
 from taut.config import override, replace, restore, to_dict, user_path
 from taut.errors import HIDDEN, ConfigError, DataError, ModelError, OutputError
 from taut.methods import METHODS
+from taut.methods.method import RunConfig
 from taut.run.ending import Result
 from taut.train.run_dir import MARK, dotted, read_resolved
 
@@ -34,15 +34,14 @@ def run(words: Sequence[str]) -> Result:
             f"taut resume: found {len(outs)} directories; expected one run to continue, as in taut resume runs/a"
         )
     rest = [word for word in words if word not in outs]
-    return _resume(outs[0].partition("=")[2], lambda config: override(config, rest))
+    return resume(outs[0].partition("=")[2], lambda config: override(config, rest))
 
 
-def resume(out: str | os.PathLike[str], keys: Mapping[str, Any]) -> Result:
-    """Continue the run in ``out`` with ``keys`` overridden. Changes the working directory of the process meanwhile."""
-    return _resume(os.fspath(out), lambda config: replace(config, keys))
-
-
-def _resume(path: str, set_keys: Callable[[Any], Any]) -> Result:
+def resume(path: str | os.PathLike[str], set_keys: Callable[[RunConfig], RunConfig]) -> Result:
+    """Continue the run in the directory with its configuration, as ``set_keys`` changes it. The working directory of
+    the process is meanwhile the one in which the run was started.
+    """
+    path = os.fspath(path)
     out = user_path(path, "out")
     # what was started, and where
     resolved, place = read_resolved(out), out / MARK
@@ -70,7 +69,8 @@ def _resume(path: str, set_keys: Callable[[Any], Any]) -> Result:
     # the same run, with the keys of this command
     is_here = Path(directory).samefile(Path.cwd())
     fixed = {"out": path if is_here else str(out.resolve()), "resume": True, "overwrite": False}
-    run = set_keys(replace(started, fixed))
+    with chdir(directory):
+        run = set_keys(replace(started, fixed))
     again = dict(dotted(to_dict(run)))
     if hidden := [key for key in resolved.get("redacted", ()) if HIDDEN in json.dumps(again[key])]:
         raise ConfigError(

@@ -122,6 +122,9 @@ class Scored:
     def num_tokens(self) -> int:
         return sum(sum(row.num_tokens) for row in self.rows)
 
+    def __repr__(self) -> str:
+        return f"Scored({'; '.join(summary(self).splitlines()[:2])})"
+
     def _repr_html_(self) -> str:
         lines = (line.partition(": ") for line in summary(self).splitlines())
         return html_table("scores", (), ((name, text) for name, _, text in lines))

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from taut.config import ComputeDtype, configclass
+from taut.config import Code, ComputeDtype, configclass
 from taut.conflicts import conflict
 from taut.data.read.folder import is_folder
 from taut.data.settings import DataConfig, Format, Source
@@ -103,7 +103,7 @@ class Evaluate(RowSettings, ModelUse):
 
     data: str | Source
     """Questions with right answers: a file or data set of rows as for ``taut generate`` and training."""
-    rewards: str | list[str | RewardSpec] = "exact_match"
+    rewards: Code | list[Code | RewardSpec] = "exact_match"
     """Rewards that judge an answer: names of docs/rewards.md, or FILE.py:function, a function (text, references, row)
     that returns a number, or None if it does not apply; or tables of them, with options."""
     reference: str | None = None
@@ -140,7 +140,7 @@ class Generate(RowSettings, ModelUse):
     """Also write each prompt's token ids."""
     resume: bool = False
     """Complete the output of an earlier run with the same settings; start new if there is none."""
-    rewards: str | list[str | RewardSpec] | None = None
+    rewards: Code | list[Code | RewardSpec] | None = None
     """Rewards that judge each completion: names of docs/rewards.md, FILE.py:function, or tables of them, with
     options."""
     keep: Literal["all", "best"] = "all"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from taut.checks.examine import before_launch, before_training, require_known
-from taut.io.progress import told
 from taut.methods.method import RunConfig
 from taut.plan.memory_options import suggest_settings
 from taut.run import lifecycle
@@ -14,5 +13,4 @@ from taut.run.lifecycle import Advisers
 def train(run: RunConfig) -> Result:
     """Train a model by the method of the run: ``lifecycle.train``, with the checks and the planner handed in."""
     require_known(run.checks.skip)
-    with told():
-        return lifecycle.train(run, Advisers(before_launch, before_training, suggest_settings))
+    return lifecycle.train(run, Advisers(before_launch, before_training, suggest_settings))

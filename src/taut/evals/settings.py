@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import Code, configclass
 from taut.data.settings import Source
 from taut.inference.settings import LocalConfig, Sampling
 from taut.rewards.settings import RewardSpec
@@ -27,7 +27,7 @@ class AnswersConfig:
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations by generation; 0: only at the end."""
-    rewards: str | list[str | RewardSpec] = field(default_factory=list)
+    rewards: Code | list[Code | RewardSpec] = field(default_factory=list)
     """Rewards that score the answers: names of docs/rewards.md, FILE.py:function, or tables of them. Empty: nothing is
     generated."""
     data: str | list[str | Source] | None = None

@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from taut.errors import ConfigError
-from taut.io.progress import told
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 SHOWN = 5
 """Missing packages in one message."""
-P = ParamSpec("P")
-R = TypeVar("R")
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "train": (
@@ -37,6 +34,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "transformers",
         "anyio",
         "cachetools",
+        "cloudpickle",
         "datasets",
         "httpx2",
         "jinja2",
@@ -138,18 +136,6 @@ def _version(library: str) -> str:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
         return "without a version"
-
-
-def requires_training(function: Callable[P, R]) -> Callable[P, R]:
-    """A function of ``import taut`` that needs the extra ``train``, and says what it is doing."""
-
-    @wraps(function)
-    def required(*arguments: P.args, **keys: P.kwargs) -> R:
-        require("train", f"taut.{function.__name__}")
-        with told():
-            return function(*arguments, **keys)
-
-    return required
 
 
 def install_command(extra: str) -> str:

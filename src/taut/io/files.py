@@ -37,6 +37,14 @@ JSON_LIMIT = 64 * 2**20
 """Largest JSON file that ``read_json`` reads by default, in bytes."""
 
 
+def home_path(text: str | os.PathLike[str]) -> Path:
+    """The path of a text; ``~`` is the user's home. ``~name`` is an ordinary file name, so that it does not reveal
+    whether a user exists, or where their home is.
+    """
+    path = Path(text)
+    return path.expanduser() if path.parts[:1] == ("~",) else path
+
+
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Open a regular file, or a link to one, for reading. Raises OSError for anything else, and never blocks."""
     require_regular(os.stat(path), path)  # noqa: PTH116 (opening a device may already do something)

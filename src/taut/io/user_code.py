@@ -8,6 +8,12 @@ adds (``plugins.py``), and taut's own, named as ``module:name``.
 another process and loaded there, where it is the file that was read. Files next to it can be imported only if they are
 on Python's path.
 
+``name_object`` is for objects that are given from Python: the text that stands for one in a configuration is
+``FILE.py:name`` where a file has it by that name, or else ``python-DIGEST.py:name``, whose digest is of its source and
+of the values that it closes over. In this process that text means the object itself. ``portable`` makes code that can
+be sent to another process: the file, or the object as cloudpickle writes it. A process that was not given the object,
+as one that resumes the run from the command line, refuses the text.
+
 ``named`` imports a module of taut with the garbage collector at rest. Torch and transformers make half a million
 objects that live as long as the process. The collector looked through them seven times while they were imported, and
 once more at the end of the process: 2.0 of the 5.4 s of CPU that a command took to import what training needs and end.
@@ -16,24 +22,36 @@ once more at the end of the process: 2.0 of the 5.4 s of CPU that a command took
 from __future__ import annotations
 
 import gc
+import hashlib
+import inspect
+import pickle
+import re
 import sys
 import traceback
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from taut.errors import ConfigError
 from taut.io import files, plugins
 
+GIVEN = "python-"
+"""How the text begins that stands for an object without a file."""
+MOST_BYTES = 2**26
+"""Largest object that is sent to another process."""
+_given: dict[str, tuple[str, Any]] = {}
+"""Text in a configuration -> the source of the file that it names, and the object that was given for it."""
+
 
 @dataclass(frozen=True)
 class UserCode:
-    """A function or class in a file that was read."""
+    """A function or class in a file that was read, or an object that was given from Python."""
 
     path: Path
     name: str
@@ -44,15 +62,25 @@ class UserCode:
     """Kind that is expected: function or class."""
     module: str | None = None
     """Module to import, for code of an installed package."""
+    spec: str = ""
+    """The text in the configuration."""
+    pickled: bytes | None = None
+    """The object, in a process to which it was sent."""
 
     def load(self) -> Any:
-        """Run the file, and return the function or class. Raises ConfigError."""
+        """The object that was given, or the function or class after its file has run. Raises ConfigError."""
+        source, given = _given.get(self.spec, (None, None))
+        if source == self.source:
+            return given
         try:
+            if self.pickled is not None:
+                return pickle.loads(self.pickled)
             module = self._run() if self.module is None else import_module(self.module)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ConfigError(
-                f"{self.label}: {self.path} cannot be run: {reason}; expected Python that can; correct it"
+                f"{self.label}: {self.path} cannot be run: {reason}{self.line_of(error)}; expected Python that can; "
+                "correct it"
             ) from error
         loaded = getattr(module, self.name, None)
         if not callable(loaded):
@@ -68,6 +96,24 @@ class UserCode:
                 f"{', '.join(names) or 'none'}; name it"
             )
         return loaded
+
+    def portable(self) -> UserCode:
+        """The code for another process. Raises ConfigError for an object that cannot be sent."""
+        if not self.spec.startswith(GIVEN):
+            return self
+        import cloudpickle
+
+        try:
+            pickled = cloudpickle.dumps(_given[self.spec][1])
+            fault = f"it has {len(pickled) / 2**20:.0f} MiB" if len(pickled) > MOST_BYTES else ""
+        except Exception as error:  # noqa: BLE001 - objects say by any exception that they cannot be copied
+            fault = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if fault:
+            raise ConfigError(
+                f"{self.label}: it runs in a process of its own, and the object cannot be sent there: {fault}; "
+                f"expected one without open files, locks or models; name FILE.py:{self.name}, which makes them itself"
+            )
+        return replace(self, pickled=pickled)
 
     def _run(self) -> ModuleType:
         number = zlib.crc32(str(self.path.resolve()).encode())  # two files may have one name
@@ -90,15 +136,22 @@ class UserCode:
 def read_user_code(spec: str, path: Path, label: str, kind: str) -> UserCode:
     """Read the file of ``FILE.py:name``, which is at ``path``. Raises ConfigError."""
     file, _, name = spec.rpartition(":")
+    if spec.startswith(GIVEN) and spec in _given:
+        return UserCode(_file_of(_given[spec][1]), name, "", label, kind, spec=spec)
     fault = ""
-    if not path.is_file():
+    if spec.startswith(GIVEN):
+        fault = (
+            f"it was given from Python as an object, and this process has none; expected it again; resume from Python, "
+            f"with the same {name} and resume=True, or write it to a file and start again with FILE.py:{name}"
+        )
+    elif not path.is_file():
         fault = f"there is no file {file or spec}; expected FILE.py:{kind}; check the path"
     elif path.suffix != ".py":
         fault = f"expected a file that ends in .py; rename {path.name}"
     if fault:
         raise ConfigError(f"{label}: {fault}")
     try:
-        return UserCode(path, name, files.read_text(path), label, kind)
+        return UserCode(path, name, files.read_text(path), label, kind, spec=spec)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{label}: {path} cannot be read: {error}; expected Python in UTF-8; correct it"
@@ -144,6 +197,86 @@ def added_files(names: Iterable[str], group: str, label: str) -> list[Path]:
     others = [name for name in added if plugins.owner_of(plugins.entry_of(group, name)) != "taut"]
     codes = [added_code(name, group, f"{label} {name}", "class or function") for name in others]
     return [code.path for code in codes if code is not None]
+
+
+def named_files(names: Iterable[str]) -> list[Path]:
+    """The files of the code that texts name as ``FILE.py:name``; an object that was given from Python has none."""
+    specs = [name for name in names if ":" in name and not name.startswith(GIVEN)]
+    return [files.home_path(spec.rpartition(":")[0]) for spec in specs]
+
+
+# -- objects that are given from Python
+
+
+def name_object(value: Any) -> str:
+    """The text that stands for a function, class or object in a configuration of this process."""
+    name = getattr(value, "__name__", None) or type(value).__name__
+    module, path = sys.modules.get(getattr(value, "__module__", "")), _file_of(value)
+    is_by_name = module is not None and getattr(module, name, None) is value
+    if is_by_name and value.__module__ != "__main__" and path.suffix == ".py" and path.is_file():
+        source = files.read_text(path)
+        if not re.search(r"^\s*from \.", source, re.MULTILINE):  # that needs its package
+            here = Path.cwd()
+            spec = f"{path.relative_to(here) if path.is_relative_to(here) else path}:{name}"
+            _given[spec] = source, value
+            return spec
+    described = repr(_described(value, getattr(value, "__module__", None), set()))
+    digest = hashlib.sha256(described.encode("utf-8", "surrogatepass")).hexdigest()
+    spec = f"{GIVEN}{digest[:16]}.py:{name.strip('<>')}"
+    _given[spec] = "", value
+    return spec
+
+
+def _file_of(value: Any) -> Path:
+    """The file in which an object, or its class, is written; ``.`` where that is not known."""
+    value = inspect.unwrap(value)
+    is_code = isinstance(value, type) or inspect.isroutine(value)
+    try:
+        return Path(inspect.getsourcefile(value if is_code else type(value)) or "")
+    except (OSError, TypeError):
+        return Path()
+
+
+def _described(value: Any, home: str | None, seen: set[int]) -> Any:
+    """Sources and values that decide what an object does, nested. What other modules than ``home`` define is its name
+    alone, as it is where a file imports it.
+    """
+
+    def each(*values: Any) -> list[Any]:
+        return [_described(it, home, seen) for it in values]
+
+    # values, and what holds others
+    if value is None or isinstance(value, str | bytes | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return each(*value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return each(*(value if isinstance(value, list | tuple) else sorted(value, key=repr)))
+    if isinstance(value, CodeType):
+        return [value.co_code, value.co_names, *each(*value.co_consts)]
+    if isinstance(value, partial):
+        return each(value.func, value.args, value.keywords)
+    if inspect.ismethod(value):
+        return each(value.__func__, value.__self__)
+    # code, and objects by their classes
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    module = getattr(value, "__module__", type(value).__module__)
+    if id(value) in seen or module != home:
+        return value.__name__ if isinstance(value, ModuleType) else f"{module}.{name}"
+    seen.add(id(value))
+    is_class = isinstance(value, type)
+    if not is_class and not inspect.isfunction(value):
+        return each(type(value), getattr(value, "__dict__", {}))
+    try:
+        source = "" if "<lambda>" in name else inspect.getsource(value)  # of a lambda: whole lines
+    except (OSError, TypeError):
+        source = ""
+    if is_class:
+        own = {k: it for k, it in vars(value).items() if inspect.isfunction(it) or k[:2] != "__"}
+        return source or each(own)
+    around = inspect.getclosurevars(value)
+    code = source or value.__code__
+    return each(code, value.__defaults__, value.__kwdefaults__, around.nonlocals, around.globals)
 
 
 # -- taut's own

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from taut.config import Decision, configclass, home_path
+from taut.config import Code, Decision, configclass, home_path
 from taut.conflicts import conflict
 from taut.data.settings import Kind, Split
 from taut.errors import ConfigError, DataError, EngineError
@@ -71,7 +71,7 @@ class OnlineMethod(RunConfig):
     """Whether the method can weight tokens by the ratio of trainer to engine."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    rewards: str | list[str | RewardSpec] = field(default_factory=list)
+    rewards: Code | list[Code | RewardSpec] = field(default_factory=list)
     """Rewards of completions: names of docs/rewards.md, FILE.py:function, or tables with a weight and options. May be
     empty with an environment that gives rewards."""
     grading: GradingConfig = field(default_factory=GradingConfig)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 from pydantic import Field
 
-from taut.config import Decision, NotNegative, Positive, Share, configclass, home_path
+from taut.config import Decision, NotNegative, Positive, Share, configclass
 from taut.conflicts import conflict
+from taut.io.user_code import named_files
 from taut.losses.settings import (
     Average,
     CorrectionKind,
@@ -399,7 +400,7 @@ class PolicyMethod(OnlineMethod):
     def _own_files(self) -> list[Path]:
         """Files with a custom advantage or loss."""
         named = [self.policy.loss, getattr(self.policy, "advantage", "")]
-        return [home_path(name.rpartition(":")[0]) for name in named if is_own(name)]
+        return named_files(named)
 
     def make_credit(self) -> PolicyCredit:
         from taut.rewards.registry import listed

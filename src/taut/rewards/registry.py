@@ -19,7 +19,7 @@ from taut.config import home_path, restore
 from taut.data.render.template_files import SHIPPED
 from taut.errors import ConfigError
 from taut.io import plugins
-from taut.io.user_code import added_code, added_files, find_code
+from taut.io.user_code import added_code, added_files, find_code, named_files
 from taut.rewards.custom import UserReward
 from taut.rewards.format import JsonSchema, Language, Repetition, Tags
 from taut.rewards.gym import Gym
@@ -106,8 +106,7 @@ def files_of(rewards: str | Sequence[str | RewardSpec]) -> list[Path]:
     """Return the user's files that the rewards name."""
     named = [[spec.name, spec.options.get("judge")] for spec in listed(rewards)]
     names = [name for names in named for name in names if isinstance(name, str)]
-    functions = [home_path(name.rpartition(":")[0]) for name in names if ":" in name]
-    return functions + added_files(
+    return named_files(names) + added_files(
         (name for name in names if name not in REWARDS), ADDED, "the reward"
     )
 
@@ -144,7 +143,7 @@ def verifier_of(name: str, options: Mapping[str, Any]) -> Verifier:
         return restore(cls, options, place, f"{name}.")
     path = home_path(name.rpartition(":")[0])
     if code := find_code(name, path, ADDED, f"the reward {name}", "function"):
-        return UserReward(name, code, options)
+        return UserReward(name, code.portable(), options)
     known = [*REWARDS, *plugins.names(ADDED)]
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else "correct it"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import Code, configclass
 from taut.conflicts import conflict
 
 Place: TypeAlias = Literal["here", "process", "remote", "model"]
@@ -52,7 +52,7 @@ class StepsConfig:
 class RewardSpec:
     """One reward and its settings."""
 
-    name: str
+    name: Code
     """Name of a reward, or FILE.py:function."""
     weight: float = 1.0
     """Factor of its value in the total. 0: it is logged and does not count."""

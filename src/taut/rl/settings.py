@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from taut.config import configclass, home_path
+from taut.config import Code, TakesCode, configclass
 from taut.conflicts import conflict
 from taut.inference.settings import ConversationConfig, Sampling, ServerConfig
 from taut.io.console import counted
-from taut.io.user_code import added_files
+from taut.io.user_code import added_files, named_files
 from taut.models.settings import CRITIC
 from taut.train.settings import DefaultRates, OptimConfig, Pace
 
@@ -103,14 +103,14 @@ ENVIRONMENT_COLUMN = "environment"
 class EnvironmentConfig:
     """The environment that answers the policy between its turns."""
 
-    name: str | None = None
+    name: Annotated[str, TakesCode(AGENT)] | None = None
     """tools: the tools named below. FILE.py:Class: your own environment. gym:ENV_ID: one of Gymnasium's. agent:COMMAND
     or agent:FILE.py:function: an agent that asks the policy by itself. verifiers:ENV_ID: one of the library verifiers,
     which does so too. None: each completion is judged as it is."""
-    by_row: dict[str, str] = field(default_factory=dict)
+    by_row: dict[str, Annotated[str, TakesCode(AGENT)]] = field(default_factory=dict)
     """Several environments in place of name: by the name that a row has in its column environment, what name would be.
     They share the other keys."""
-    tools: list[str] = field(default_factory=list)
+    tools: list[Code] = field(default_factory=list)
     """With name=tools: calculator, python, FILE.py:function with type hints and a docstring, or mcp:COMMAND or mcp:URL,
     the tools of an MCP server."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -175,9 +175,9 @@ class EnvironmentConfig:
         agents = [name.removeprefix(AGENT) for name in self.agents]
         kinds = (AGENT, GYM, MCP, VERIFIERS)
         own = [name for name in (*self.names, *self.tools) if not name.startswith(kinds)]
-        own = [*filter(is_function, agents), *(name for name in own if ":" in name)]
+        own = [*filter(is_function, agents), *own]
         return [
-            *(home_path(name.rpartition(":")[0]) for name in own),
+            *named_files(own),
             *added_files(self.names, ENVIRONMENT_ENTRY_POINTS, "rollout.environment"),
             *added_files(self.tools, TOOL_ENTRY_POINTS, "rollout.environment"),
         ]
@@ -472,7 +472,7 @@ class RolloutMonitorConfig:
     by more than this times its width. The range includes 0, the values of a new critic."""
 
 
-OwnCode: TypeAlias = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
+OwnCode: TypeAlias = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), TakesCode()]
 """``FILE.py:name``."""
 
 

@@ -88,6 +88,11 @@ class Result:
             failure = f"{learned_nothing}; {self.model} is written; {key} makes it exit code 0"
         return replace(self, learned_nothing=learned_nothing, failure=failure)
 
+    def __repr__(self) -> str:
+        measured = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        told = "; see its warning" if self.failure or self.warning else ""
+        return f"Result({self.model}: {self.steps:,} steps, training loss {self.loss:.4g}{measured}{told})"
+
     def _repr_html_(self) -> str:
         rows = [
             ("model", self.model),

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from taut.config import NotNegative, Positive, Share, configclass
+from taut.config import Code, NotNegative, Positive, Share, configclass
 from taut.conflicts import conflict
 from taut.io import plugins
 from taut.io.extras import require
@@ -198,7 +198,7 @@ class LogConfig:
     """Seconds between two readings of how busy processors, disk and GPU are (the event utilization). 0: none."""
     trackio: str | None = None
     """trackio project to report to; needs the extra trackio."""
-    sinks: list[str] = field(default_factory=list)
+    sinks: list[Code] = field(default_factory=list)
     """Reports of your own, FILE.py:Class each (docs/reports.md)."""
     tokens: TokenRecordConfig = field(default_factory=TokenRecordConfig)
     rollouts: RolloutRecordConfig = field(default_factory=RolloutRecordConfig)

@@ -15,6 +15,7 @@ STATS = Command(
     "taut_tools.curate.settings:Stats",
     group=DATA,
     many="data",
+    result="taut_tools.curate.commands:measure",
 )
 DEDUP = Command(
     "IN ... out=FILE.jsonl|DIR/",
@@ -24,6 +25,7 @@ DEDUP = Command(
     group=DATA,
     many="data",
     extras=("train", "data"),
+    result="taut_tools.curate.commands:dedup",
 )
 DECONTAMINATE = Command(
     "IN ... out=FILE.jsonl|DIR/ against=[FILE]",
@@ -32,6 +34,7 @@ DECONTAMINATE = Command(
     "taut_tools.curate.settings:Decontaminate",
     group=DATA,
     many="data",
+    result="taut_tools.curate.commands:decontaminate",
 )
 FILTER = Command(
     "IN ... out=FILE.jsonl|DIR/",
@@ -40,4 +43,5 @@ FILTER = Command(
     "taut_tools.curate.settings:Filter",
     group=DATA,
     many="data",
+    result="taut_tools.curate.filter:filter_rows",
 )

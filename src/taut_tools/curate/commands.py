@@ -53,6 +53,16 @@ class Curated:
     lines: tuple[str, ...]
     """Lines of the summary."""
 
+    def __repr__(self) -> str:
+        return f"Curated({self.out}: {self.tally})"
+
+
+class Measured(dict[str, Any]):
+    """The numbers of data sets, as the report has them; as text a table."""
+
+    def __repr__(self) -> str:
+        return "\n".join(stats.lines_of(self))
+
 
 # -- tools
 
@@ -63,7 +73,7 @@ def run_stats(config: Stats) -> int:
     return 0
 
 
-def measure(config: Stats) -> dict[str, Any]:
+def measure(config: Stats) -> Measured:
     """Compute the numbers, and write them to ``config.out`` if it is set."""
     out = None if config.out is None else home_path(config.out)
     if out is not None:
@@ -90,7 +100,7 @@ def measure(config: Stats) -> dict[str, Any]:
         for (place, _, row), samples in zip(chunk, rendered, strict=True):
             tokens = sum(sample.num_tokens for sample in samples)
             found.add(place, row, tokens=tokens, targets=sum(s.num_targets for s in samples))
-    report = {**found.as_dict(), "sources": rows.described()}
+    report = Measured({**found.as_dict(), "sources": rows.described()})
     if out is not None:
         output.write_report(out, report)
     return report

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from taut.commands.settings import RowSettings
-from taut.config import ComputeDtype, changed, configclass, fields_of
+from taut.config import Code, ComputeDtype, changed, configclass, fields_of
 from taut.conflicts import conflict
 from taut.data.settings import Source
 from taut.rewards.settings import RewardSpec
@@ -136,7 +136,7 @@ class Filter(WritesRows):
     """Run Python code that comes with the model."""
     tokens_per_batch: Annotated[int, Field(ge=1)] = 8192
     """Maximum tokens of one forward; a longer sample is computed alone."""
-    rewards: str | list[str | RewardSpec] | None = None
+    rewards: Code | list[Code | RewardSpec] | None = None
     """Rewards that judge a row's answer: names of docs/rewards.md, FILE.py:function, or tables of them, with
     options."""
     reference: str | None = None

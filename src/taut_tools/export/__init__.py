@@ -15,6 +15,7 @@ EXPORT = Command(
     group=SAVE,
     alone=("model",),
     extras=("train", "gguf"),
+    result="taut_tools.export.export:export",
 )
 PUSH = Command(
     "RUN NAME [private=false] [out=DIR]",
@@ -23,4 +24,5 @@ PUSH = Command(
     "taut_tools.export.settings:Push",
     group=SAVE,
     alone=("run", "name"),
+    result="taut_tools.export.push:push",
 )

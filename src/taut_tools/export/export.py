@@ -7,6 +7,8 @@ first (``taut merge``). With ``modelfile=true`` an Ollama Modelfile is written n
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from taut.config import home_path
@@ -24,6 +26,12 @@ from taut_tools.export.modelfile import Chat, modelfile, translate
 from taut_tools.export.settings import Dtype, Export
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def export(config: Export) -> Path:
+    """``taut.export``: export, print a summary, and return the file's path."""
+    run(config)
+    return home_path(config.out)
 
 
 def run(config: Export) -> int:

@@ -51,10 +51,31 @@ class Folder:
     """Lines to print: whether it is verified, and facts that the card leaves out."""
 
 
+@dataclass(frozen=True)
+class Pushed:
+    """The result."""
+
+    name: str
+    """The repository."""
+    commit: str | None
+    """Address of the commit; None if the folder was written to ``out``."""
+    out: Path | None
+    lines: tuple[str, ...]
+    """Lines of the summary."""
+
+    def __repr__(self) -> str:
+        return f"Pushed({self.name}: {self.commit or self.out})"
+
+
 def run(config: Push) -> int:
     """Upload a folder, or write it, and print a summary."""
+    Terminal(soft_wrap=True).lines(push(config).lines)
+    return 0
+
+
+def push(config: Push) -> Pushed:
+    """Upload a folder, or write it."""
     # Find the model, and the place that it goes to.
-    console = Terminal(soft_wrap=True)
     directory = home_path(config.run)
     run_out, model = _source(directory)
     kind: Kind = "dataset" if model is None else "model"
@@ -70,8 +91,8 @@ def run(config: Push) -> int:
         folder = _model(config, run_out, model, name)
     if out is not None:
         _write(folder, out)
-        console.lines([*folder.told, f"written  {out}: {_counted(folder)}; nothing was uploaded"])
-        return 0
+        written = f"written  {out}: {_counted(folder)}; nothing was uploaded"
+        return Pushed(name, None, out, (*folder.told, written))
     # Upload it in one commit.
     assert place is not None
     content, told = dict(folder.content), folder.told
@@ -86,8 +107,8 @@ def run(config: Push) -> int:
     how = "private" if is_private else "public"
     if place.is_private is not None:
         how += ", as it was"
-    console.lines([*told, f"uploaded {name} ({how}): {_counted(folder)}", f"commit   {address}"])
-    return 0
+    uploaded = f"uploaded {name} ({how}): {_counted(folder)}"
+    return Pushed(name, address, None, (*told, uploaded, f"commit   {address}"))
 
 
 def _source(directory: Path) -> tuple[Path | None, Path | None]:

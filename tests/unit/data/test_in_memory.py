@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
@@ -46,8 +47,29 @@ def read(path: Any) -> list[tuple[str, Any]]:
         datasets.Dataset.from_list([{"text": "two"}, {"text": "one"}]).select([1, 0]),
         pd.DataFrame(ROWS),
         pa.Table.from_pylist(ROWS),
+        tuple(ROWS),
+        pd.Series(ROWS),
+        pd.Series(["one", "two"]),
+        pd.Series(["one", "two"], name="text"),
+        pd.DataFrame(ROWS)["text"],
+        np.array(ROWS),
+        np.array(["one", "two"]),
+        np.array([("one",), ("two",)], dtype=[("text", "U3")]),
+        datasets.Dataset.from_list(ROWS)["text"],
     ],
-    ids=["list", "dataset", "pandas", "arrow"],
+    ids=[
+        *(
+            "list",
+            "dataset",
+            "pandas",
+            "arrow",
+            "tuple",
+            "series of dicts",
+            "series",
+            "named series",
+        ),
+        *("column", "array of dicts", "array", "structured array", "column of a dataset"),
+    ],
 )
 def test_rows_are_read_as_they_were_given(rows: Any, cache: Path) -> None:
     config = config_of(rows)
@@ -55,6 +77,18 @@ def test_rows_are_read_as_they_were_given(rows: Any, cache: Path) -> None:
     json.dumps(to_dict(config))
     assert config_of(rows) == config
     assert len(list((cache / "rows").iterdir())) == 1
+
+
+def test_a_series_is_the_column_of_its_name() -> None:
+    config = config_of(pd.Series(["a"], name="prompt"))
+    assert read(config.train) == [("rows:1", {"prompt": "a"})]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = config_of(
+        [{"label": np.int64(1), "weights": np.array([0.5, 1.0]), "a": [np.float32(2)]}]
+    )
+    assert read(config.train) == [("rows:1", {"label": 1, "weights": [0.5, 1.0], "a": [2.0]})]
 
 
 def test_the_type_json_of_a_data_set_is_kept() -> None:
@@ -87,6 +121,9 @@ def test_rows_in_a_mixture_and_dotted_keys() -> None:
         (datasets.DatasetDict(), "found a DatasetDict for train"),
         (pa.table({"text": pa.array([], pa.string())}), "the table of train has no rows"),
         (pd.DataFrame({"a": [1, "b"]}), "the DataFrame of train cannot be written"),
+        (np.zeros((2, 3)), "found an array of 2 dimensions for train; expected rows"),
+        (np.array(5), "found an array of 0 dimensions for train; expected rows"),
+        ([{"n": np.float32("nan")}], "rows:1 of train: n is nan; expected"),
     ],
 )
 def test_rows_that_cannot_be_kept(rows: Any, message: str, cache: Path) -> None:

@@ -95,8 +95,8 @@ def test_a_command_that_needs_more_says_so_in_one_line(name: str, base: Path) ->
     ran = run_taut(base, name, "model=m")
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == (
-        f"taut: error: taut {name} needs torch, transformers, anyio, cachetools, datasets and 11 more, not installed "
-        "here; expected the extra train; run: pip install 'taut[train]'\n"
+        f"taut: error: taut {name} needs torch, transformers, anyio, cachetools, cloudpickle and 12 more, not "
+        "installed here; expected the extra train; run: pip install 'taut[train]'\n"
     )
 
 

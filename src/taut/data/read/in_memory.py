@@ -3,7 +3,9 @@
     taut.sft(model="DIR", data={"train": rows, "eval": held_out}, out="runs/a")
 
 Rows are a list of dicts, a ``datasets.Dataset``, a pandas DataFrame or a pyarrow Table; in a mixture they are the
-``path`` of a source. A list becomes JSONL, the others parquet, under CACHE/rows, named by the SHA-256 of the file. The
+``path`` of a source. A pandas Series, a numpy array and any other sequence, as a column of a Dataset, hold dicts or
+texts, which are the column of the Series' name, or ``text``; fields of a structured array are columns. A list becomes
+JSONL, the others parquet, under CACHE/rows, named by the SHA-256 of the file. The
 configuration has ``rows:<name>``, so it can be saved, resumed and compared like any other; sample ids are ``rows:17``.
 ``datasets``, ``pandas`` and ``pyarrow`` are used only where an object of theirs is given.
 
@@ -67,6 +69,10 @@ def _as_path(value: Any, key: str) -> Any:
         if not is_mixture and value:
             return _keep(".jsonl", lambda path: _write_list(path, value, key))
         return [_as_path(item, key) for item in value]
+    if (values := _values_of(value, key)) is not None:
+        name, items = values
+        rows = [item if isinstance(item, Mapping) else {name: item} for item in items]
+        return _keep(".jsonl", lambda path: _write_list(path, rows, key))
     if (batches := _batches_of(value, key)) is not None:
         return _keep(".parquet", lambda path: _write_parquet(path, batches, key))
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | Source):
@@ -87,6 +93,24 @@ def given_iterable() -> Iterable[Any]:
             'Python, with data={"train": ITERABLE} and resume=True'
         )
     return _iterables[0]
+
+
+def _values_of(value: Any, key: str) -> tuple[str, list[Any]] | None:
+    """The values of a column, an array or another sequence, with the column's name; None for what is none of these."""
+    is_array = hasattr(value, "tolist") and hasattr(value, "dtype")
+    if is_array and value.ndim != 1:
+        raise DataError(
+            f"found an array of {value.ndim} dimensions for {key}; expected rows, which are one; give a list of dicts"
+        )
+    name = value.name if isinstance(getattr(value, "name", None), str) else "text"
+    if is_array:
+        names = getattr(value.dtype, "names", None)
+        values = value.tolist()
+        return name, values if names is None else [
+            dict(zip(names, it, strict=True)) for it in values
+        ]
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return (name, list(value)) if is_sequence else None
 
 
 def _batches_of(value: Any, key: str) -> Iterator[Any] | None:
@@ -136,11 +160,17 @@ def _write_list(path: Path, rows: Sequence[Mapping[str, Any]], key: str) -> None
     with path.open("w", encoding="utf-8", errors="surrogatepass") as file:
         for number, row in enumerate(rows, start=1):
             require_json(row, f"rows:{number} of {key}", "")
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False, default=_without_numpy) + "\n")
+
+
+def _without_numpy(value: Any) -> Any:
+    """A value with Python's own numbers and lists in place of numpy's, as DataFrames give them."""
+    return value.tolist() if type(value).__module__ == "numpy" else value
 
 
 def require_json(value: Any, place: str, inside: str) -> None:
     """Raise DataError, with row and key, for a value that JSON cannot represent."""
+    value = _without_numpy(value)
     if isinstance(value, Mapping):
         for name, item in value.items():
             if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""Custom sinks: classes of the user, named by ``log.sinks=["FILE.py:Class", ...]``.
+"""Custom sinks: classes of the user, named by ``log.sinks=["FILE.py:Class", ...]``, or functions of an event.
 
     class Class:
         def __init__(self, out, settings): ...      # before the first event
@@ -28,7 +28,7 @@ from typing import Any
 from taut.config import home_path
 from taut.errors import ConfigError
 from taut.io.console import one_line
-from taut.io.user_code import UserCode, find_code
+from taut.io.user_code import UserCode, find_code, named_files
 from taut.train.log.events import Event, ReportLost
 from taut.train.log.samples import ShownSample
 from taut.train.settings import SINK_ENTRY_POINTS
@@ -46,7 +46,8 @@ class CustomSink:
     def __init__(self, spec: str, code: UserCode) -> None:
         """Execute the file. Raises ConfigError."""
         self.spec, self._code = spec, code
-        self._make: Callable[..., Any] = code.load()
+        loaded = code.load()
+        self._make: Callable[..., Any] = loaded if isinstance(loaded, type) else lambda: loaded
         self._takes = _taken(spec, self._make)
         self._values: Mapping[str, Any] | None = None
         self._sink: Any = None
@@ -104,9 +105,7 @@ def load_sinks(specs: Sequence[str]) -> list[CustomSink]:
 
 def sink_files(specs: Sequence[str]) -> list[Path]:
     """Files of the sinks."""
-    return [
-        home_path(spec.rpartition(":")[0]) if ":" in spec else _read(spec).path for spec in specs
-    ]
+    return [*named_files(specs), *(_read(spec).path for spec in specs if ":" not in spec)]
 
 
 def _read(spec: str) -> UserCode:
