@@ -20,10 +20,10 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NotRequired
 
 import numpy as np
 import pydantic
@@ -49,6 +49,7 @@ from taut.io.console import counted
 from taut.losses.loss import Predictions, count_units
 from taut.rewards.registry import files_of, read_parts
 from taut.rewards.reward_set import RewardSet, open_rewards
+from taut.train.cadence import Cadence
 from taut.train.oom import require_room
 from taut.train.run_dir import BEST_FILE
 from taut.train.step_statistics import Sums
@@ -131,6 +132,8 @@ class BestState(TypedDict):
     metric: str
     value: float | None
     step: int | None
+    stale: NotRequired[int]
+    last: NotRequired[int | None]
 
 
 class Note(TypedDict):
@@ -156,25 +159,43 @@ class Best:
     """The best value so far."""
     step: int | None = None
     """Where it was measured."""
+    stop_after: int = 0
+    """Evaluations in a row without a better value after which the run ends; 0: it does not."""
+    stale: int = 0
+    """Evaluations since the best value."""
+    last: int | None = None
+    """The step of the last evaluation."""
+
+    @property
+    def why_over(self) -> str | None:
+        """Why the run ends, the same on all ranks; None if it goes on."""
+        if not 0 < self.stop_after <= self.stale:
+            return None
+        best = f"the best is {self.value:.4g} after step {self.step}" if self.step else "none is"
+        counted = f"{self.stale} evaluations in a row without a better {self.metric}"
+        return f"eval.stop_after={self.stop_after}: {counted}; {best}"
 
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
         """Save the model of ``step`` if it is better than all before; every rank calls this.
 
         A metric without a usable value (nothing scored, too many errors, NaN) gives a warning; nothing is saved.
         """
+        # a resumed run may measure a step again, which counts once
+        self.stale += step != self.last
+        self.last = step
         # all ranks decide by the writer's value
         value = self.trainer.ranks.gather(metrics.get(self.metric))[0]
         if value is None or math.isnan(value):
             detail = f"eval.best: {self.metric} has no value at this step; nothing is kept of it"
             self.trainer.emit("warning", step=step, name="best", detail=detail)
             return
-        if self.value is not None and step != self.step:  # a resumed run may measure a step again
+        if self.value is not None and step != self.step:
             is_smallest = self.metric in SMALLER_IS_BETTER
             if not (value < self.value if is_smallest else value > self.value):
                 return
         note = {"step": step, "metric": self.metric, "value": value, "measured": self.measured}
         self.save(self.directory, lambda folder: _write(folder / BEST_FILE, note))
-        self.value, self.step = value, step
+        self.value, self.step, self.stale = value, step, 0
         self.trainer.emit(
             "best", step=step, name=self.metric, value=value, path=str(self.directory)
         )
@@ -185,13 +206,17 @@ class Best:
             "metric": self.metric,
             "value": self.value,
             "step": self.step,
+            "stale": self.stale,
+            "last": self.last,
         }
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
         """Take up where a checkpoint left off, unless something else was measured then or the model is gone."""
         is_same = (remembered["metric"], remembered["measured"]) == (self.metric, self.measured)
-        if self.trainer.ranks.gather(is_same and (self.directory / BEST_FILE).is_file())[0]:
+        is_kept = remembered["value"] is None or (self.directory / BEST_FILE).is_file()
+        if self.trainer.ranks.gather(is_same and is_kept)[0]:
             self.value, self.step = remembered["value"], remembered["step"]
+            self.stale, self.last = remembered.get("stale", 0), remembered.get("last")
 
 
 def require_same_measure(directory: Path, metric: str, measured: str) -> None:
@@ -241,11 +266,11 @@ RESERVED = ("loss", STOPPED, "step", "kind", "time", "samples", "tokens_mean", "
 
 
 class Evaluation(NamedTuple):
-    """A measurement every ``every`` steps (0: never) and at the end."""
+    """A measurement now and then, and at the end."""
 
     key: str
-    """The configuration's key of ``every``."""
-    every: int
+    """The configuration's key of ``cadence``."""
+    cadence: Cadence
     names: Sequence[str]
     """The metrics it may return."""
     measured: str
@@ -253,31 +278,40 @@ class Evaluation(NamedTuple):
     measure: Callable[[int], Mapping[str, float]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evaluations:
     """All measurements of a run; callable after each step."""
 
     all: Sequence[Evaluation]
     num_steps: int
     best: Best | None
+    _measured: dict[str, Mapping[str, float]] = field(init=False, default_factory=dict)
+    """Key -> metrics, of the evaluations after the last step taken."""
+
+    @property
+    def why_over(self) -> str | None:
+        """Why the run ends early, the same on all ranks; None if it goes on."""
+        return None if self.best is None else self.best.why_over
 
     def __call__(self, step: int) -> None:
         """Run the evaluations due after ``step``; after the last step ``at_end`` does."""
+        due = [evaluation for evaluation in self.all if evaluation.cadence.is_due(step)]
+        self._measured = {}
         if step < self.num_steps:
-            self._run([e for e in self.all if e.every and step % e.every == 0], step)
+            self._run(due, step)
 
-    def at_end(self) -> dict[str, float]:
-        """Run all evaluations after the last step; the metrics."""
-        return self._run(self.all, self.num_steps)
+    def at_end(self, step: int) -> dict[str, float]:
+        """Run all evaluations that have not run after ``step``, the last one; the metrics of all."""
+        self._run([one for one in self.all if one.key not in self._measured], step)
+        return {name: value for one in self.all for name, value in self._measured[one.key].items()}
 
-    def _run(self, due: Sequence[Evaluation], step: int) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for evaluation in due:
-            metrics |= evaluation.measure(step)
+    def _run(self, due: Sequence[Evaluation], step: int) -> None:
+        for one in due:
+            self._measured[one.key] = one.measure(step)
         best = self.best
-        if best is not None and any(best.metric in evaluation.names for evaluation in due):
-            best.consider(step, metrics)
-        return metrics
+        chosen = [one for one in due if best is not None and best.metric in one.names]
+        if best is not None and chosen:
+            best.consider(step, self._measured[chosen[0].key])
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,7 +394,7 @@ class Answering:
         names = [name for reward in self.names for name in self._metric_names(reward)]
         return Evaluation(
             key="eval.answers.every",
-            every=self.config.every,
+            cadence=Cadence(self.config.every, self.trainer),
             names=[*names, STOPPED],
             measured=hashlib.sha256(text.encode()).hexdigest()[:16],
             measure=self,
@@ -403,17 +437,18 @@ def build_answering(
     )
 
 
-def held_out(rows: Rows, every: int, trainer: Trainer) -> Evaluation:
+def held_out(rows: Rows, every: int | str, trainer: Trainer) -> Evaluation:
     """The loss and its metrics, measured on held-out rows."""
     measured = rows.data.fingerprint[:16]
     names = ["loss", *trainer.source.loss.best_by]
-    return Evaluation("eval.every", every, names, measured, HeldOut(rows, trainer))
+    cadence = Cadence(every, trainer)
+    return Evaluation("eval.every", cadence, names, measured, HeldOut(rows, trainer))
 
 
 def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
     """The evaluation that measures ``metric``. Raises ConfigError where none does, or only at the end."""
     chosen = next((evaluation for evaluation in evaluations if metric in evaluation.names), None)
-    if chosen is not None and chosen.every:
+    if chosen is not None and chosen.cadence.every:
         return chosen
     names = [name for evaluation in evaluations for name in evaluation.names]
     fault = (
@@ -425,7 +460,7 @@ def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
             f"eval.best={metric} and {chosen.key}=0: it is measured at the end only, when the best is model/; expected "
             f"several evaluations; set {chosen.key}"
         )
-    raise ConfigError(fault)
+    raise ConfigError(fault, code=f"eval.best/{chosen.key}" if chosen is not None else "eval.best")
 
 
 def _load_rows(

@@ -254,6 +254,9 @@ class RunConfig:
         eval.answers.every[is_asked_for] needs eval.answers.rewards=exact_match[rewards] where method[!has_rewards]:
             nothing else judges the answers
         data.streaming=true[is_stream] needs steps: there is no epoch after which the run ends
+        data.streaming=true[is_stream] excludes eval.every=1epoch[counts_epochs]
+            eval.answers.every=1epoch[counts_epochs] checkpoint.every=1epoch[counts_epochs]: a stream has no epochs
+        eval.stop_after needs data.eval eval.answers.data: there is nothing to measure it on
         data.streaming=true[is_stream] excludes method[generates]: all prompts are read before the first step
         data.streaming=true[is_stream] excludes batch.group_prefixes=true: all rows are compared with each other
         data.streaming=true[is_stream] excludes batch.tokens_per_step: it needs the lengths of all rows

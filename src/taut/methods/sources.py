@@ -85,6 +85,11 @@ class Offline(FromData):
         return self.order.cursor(step, self.epochs)
 
     @property
+    def epoch_size(self) -> int:
+        """Samples in an epoch."""
+        return self.order.epoch_size
+
+    @property
     def state(self) -> None:
         """Return None: a resumed run needs only the cursor."""
 
@@ -146,6 +151,10 @@ class Streamed(FromData):
     def cursor(self, step: int) -> Cursor:
         """The position in the stream after a step."""
         return Cursor(step, step * self.samples_per_step)
+
+    @property
+    def epoch_size(self) -> int:
+        raise AssertionError("a stream has no epochs: RunConfig refuses them")
 
     @property
     def state(self) -> Streamed:

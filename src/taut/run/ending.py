@@ -60,6 +60,8 @@ class Result:
     """Why the run has learned nothing; None where it has learned something. Its model is saved."""
     failure: str | None = None
     """``learned_nothing`` where the command ends with exit code 1 for it (loss_monitor.nothing_learned)."""
+    ended_early: str | None = None
+    """Why the run ended before its last step; None where it did not."""
     notice: str | None = None
     """A message for the user: that the run was finished already."""
 
@@ -95,6 +97,7 @@ class Result:
             ("training loss", self.loss),
             *((f"held-out {name}", value) for name, value in self.metrics.items()),
             ("stops", self.stops),
+            ("ended early", self.ended_early),
             ("failure", self.failure),
             ("warning", self.warning),
             ("notice", self.notice),
@@ -110,7 +113,9 @@ def result_of_finished(run: RunConfig, out: Path, end: Finish) -> Result:
         "raise steps or epochs to train on"
     )
     result = Result(out, model, end["step"], end["loss"], end["metrics"], None, notice=notice)
-    return result.judged(run, end.get("learned_nothing"))
+    return replace(result, ended_early=end.get("ended_early")).judged(
+        run, end.get("learned_nothing")
+    )
 
 
 def why_nothing_learned(trainer: Trainer, out: Path) -> str | None:

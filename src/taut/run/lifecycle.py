@@ -61,6 +61,7 @@ from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
 from taut.run.setup import Built, build
 from taut.run.start import Start, begin, look
 from taut.train import distributed
+from taut.train.cadence import Cadence
 from taut.train.checkpoint import Checkpoints, Memory
 from taut.train.distributed import Ranks
 from taut.train.log import RunLog
@@ -230,6 +231,7 @@ def prepare_evaluations(built: Built, out: Path) -> Evaluations:
     if run.resume:
         require_same_measure(out / BEST, run.eval.best, measured)
     best = Best(run.eval.best, measured, out / BEST, partial(save_best, built), trainer)
+    best.stop_after = run.eval.stop_after
     return Evaluations(measures, trainer.num_steps, best)
 
 
@@ -325,6 +327,7 @@ def build_checkpoints(
     return Checkpoints(
         folder=out / CHECKPOINTS,
         config=built.run.checkpoint,
+        is_due=Cadence(built.run.checkpoint.every, trainer).is_due,
         scorer=built.scorer,
         optimizer=trainer.optimizer,
         num_steps=trainer.num_steps,
@@ -338,6 +341,7 @@ def build_checkpoints(
         memories=memories,
         best_step=lambda: None if best is None else best.step,
         sync_records=trainer.recorder.sync,
+        is_over=lambda: evaluations.why_over is not None,
         is_sound=lambda: not Divergence.of(trainer).is_suspected,
     )
 
@@ -394,13 +398,14 @@ def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
             source.leave(step, min(kept, default=0 if run.checkpoint.every else step))
 
         after_step.append(leave)
-    run_steps(trainer, after_step)
+    run_steps(trainer, after_step, lambda: evaluations.why_over)
+    ended_early = evaluations.why_over if trainer.done < trainer.num_steps else None
 
     # finish: measure the last weights. What fails here leaves the training state, and no model
     trainer.ranks.doing("evaluating at the end")
     with trainer.interrupts.at_once(trainer.ranks):
         try:
-            metrics = evaluations.at_end()
+            metrics = evaluations.at_end(trainer.done)
             trainer.ranks.doing("testing whether answers end")
             stops = prepared.stop_check()
         except OutOfMemory:
@@ -438,7 +443,8 @@ def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
         stop=stops.as_fields() if stops is not None else None,
         divergence=divergence,
         **({} if why is None else {"learned_nothing": why}),
+        **({} if ended_early is None else {"ended_early": ended_early}),
         fetched=[fetcher.as_fields() for fetcher in built.inputs.train.fetchers],
     )
     result = Result(out, model, trainer.done, trainer.loss, metrics, stops, divergence)
-    return result.judged(run, why)
+    return replace(result, ended_early=ended_early).judged(run, why)
