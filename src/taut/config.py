@@ -844,11 +844,5 @@ def require_cadence(value: object) -> object:
     raise PydanticCustomError("cadence", "no cadence")
 
 
-Every: TypeAlias = Annotated[
-    int | str,
-    BeforeValidator(
-        require_cadence,
-        json_schema_input_type=Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=CADENCE)],
-    ),
-]
+Every: TypeAlias = Annotated[int | str, BeforeValidator(require_cadence)]
 """How often something is done: a number of steps (0: never), ``0.5 epochs`` or ``30 minutes``."""

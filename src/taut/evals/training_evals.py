@@ -31,13 +31,14 @@ import torch
 from typing_extensions import TypedDict
 
 from taut.config import Decision, first_problem, to_dict
-from taut.data.batching import Rows
+from taut.data.batching import Rows, samples_of
 from taut.data.dataset import sources
 from taut.data.render.render import Incident, Renderer
 from taut.data.rows.prompts import PromptRow, load_prompts
 from taut.data.settings import DataConfig, Kind
 from taut.errors import ConfigError, DataError, OutputError
-from taut.evals.answers import answer, require_scorable
+from taut.evals.answers import answer, completed, require_scorable, to_reward_input
+from taut.evals.custom_metrics import CustomMetric, values_of
 from taut.evals.report import STOPPED, Report, build_report, pass_ks, spaced
 from taut.evals.settings import AnswersConfig
 from taut.evals.statistics import calibrate
@@ -54,7 +55,7 @@ from taut.train.oom import require_room
 from taut.train.run_dir import BEST_FILE
 from taut.train.step_statistics import Sums
 from taut.train.trainer import Trainer, on_device, plan_trees, prepare_microbatches
-from taut.types import to_host
+from taut.types import Sample, to_host
 
 ROWS_AT_A_TIME = 512
 """Rows planned together, to bound memory. A loss computes its statistics of a step over this many rows."""
@@ -66,13 +67,17 @@ class HeldOut:
 
     rows: Rows
     trainer: Trainer
+    custom: Sequence[CustomMetric] = ()
 
     def __call__(self, step: int) -> dict[str, float]:
-        """``loss`` (each term's sum by its count) and the loss's metrics; every row counts once, whatever the number of
-        ranks.
+        """``loss`` (each term's sum by its count), the loss's metrics and the user's; every row counts once, whatever
+        the number of ranks.
         """
         trainer, source, ranks = self.trainer, self.trainer.source, self.trainer.ranks
         loss, where = source.loss, f"held-out loss after step {step}"
+        wants = loss.wants._replace(predicted=bool(self.custom))
+        samples: list[Sample] = []
+        scored: dict[str, list[np.ndarray[Any, Any]]] = {}
         terms, sums_of_metrics = Sums(), Sums()
         num_tokens = 0
         predictions: list[Predictions] = []
@@ -81,12 +86,13 @@ class HeldOut:
         for start in range(0, len(self.rows), ROWS_AT_A_TIME):
             indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
             trees, observed = self.rows.trees(indices), source.observed_of(self.rows, indices)
+            samples += samples_of(trees) if self.custom else []
             plan = plan_trees(trainer, trees, observed)
             planned = prepare_microbatches(trainer, plan, where)
             # All ranks run equally many forwards.
             for packed, is_real in on_device(trainer, planned):
                 with torch.no_grad(), trainer.compute():
-                    score = partial(trainer.scorer, packed, wants=loss.wants)
+                    score = partial(trainer.scorer, packed, wants=wants)
                     scores = trainer.fit.attempt(score, packed, trees, where)
                 if not is_real:
                     continue
@@ -99,6 +105,10 @@ class HeldOut:
                 predicted = loss.predictions(scores, packed)
                 if predicted is not None:
                     predictions.append(predicted)
+                if scores.predicted_N is not None:
+                    read, row_N = to_host([scores.logp_N, scores.predicted_N]), packed.on_host.row_N
+                    for row, name in enumerate(packed.sample_ids):
+                        scored[name] = [value_N[row_N == row].numpy() for value_N in read]
         # join the ranks: means, tokens, calibration
         metrics = {"loss": sum(terms.means(ranks).values()), **sums_of_metrics.means(ranks)}
         fields: dict[str, Any] = {"num_tokens": int(ranks.sum_of_shares([num_tokens])[0])}
@@ -114,8 +124,25 @@ class HeldOut:
             calibration = calibrate(probability, outcome, max(rank[2] for rank in gathered))
             metrics["calibration_error"] = calibration.error
             fields["calibration"] = calibration.as_dict()["bins"]
+        if self.custom:
+            for part in ranks.of_shares(ranks.gather(scored)):
+                scored |= part
+            metrics |= self.own_values(samples, scored)
         trainer.emit("eval", step=step, num_samples=len(self.rows), **fields, **metrics)
         return metrics
+
+    def own_values(
+        self, samples: Sequence[Sample], scored: Mapping[str, Sequence[np.ndarray[Any, Any]]]
+    ) -> dict[str, float]:
+        """The user's metrics of samples. ``scored``: sample id -> logprobs and predicted tokens of its targets."""
+        return values_of(
+            self.custom,
+            self.trainer.ranks,
+            targets=[sample.ids_T[sample.target_at_N] for sample in samples],
+            logp=[scored[sample.id][0] for sample in samples],
+            predicted=[scored[sample.id][1] for sample in samples],
+            ids=[sample.ids_T for sample in samples],
+        )
 
 
 SMALLER_IS_BETTER = ("loss",)
@@ -155,6 +182,8 @@ class Best:
     directory: Path
     save: Save
     trainer: Trainer
+    smaller: Sequence[str] = SMALLER_IS_BETTER
+    """Metrics of which the smallest value is the best."""
     value: float | None = None
     """The best value so far."""
     step: int | None = None
@@ -190,7 +219,7 @@ class Best:
             self.trainer.emit("warning", step=step, name="best", detail=detail)
             return
         if self.value is not None and step != self.step:
-            is_smallest = self.metric in SMALLER_IS_BETTER
+            is_smallest = self.metric in self.smaller
             if not (value < self.value if is_smallest else value > self.value):
                 return
         note = {"step": step, "metric": self.metric, "value": value, "measured": self.measured}
@@ -261,8 +290,11 @@ def _write(path: Path, note: Mapping[str, Any]) -> None:
 SAMPLES_LOGGED = 4
 ROOMIER = "set a smaller eval.answers.local.sequences or eval.answers.local.prefill_tokens"
 """Remedy where memory runs out."""
-RESERVED = ("loss", STOPPED, "step", "kind", "time", "samples", "tokens_mean", "num_prompts")
-"""Names in an ``eval`` event that no reward may bear."""
+RESERVED = (
+    *("loss", STOPPED, "step", "kind", "time", "samples", "tokens_mean", "num_prompts"),
+    *("num_samples", "num_tokens", "calibration", "calibration_error", "divergence", "z0"),
+)
+"""Names in an ``eval`` event that no reward and no metric of the user may bear."""
 
 
 class Evaluation(NamedTuple):
@@ -276,6 +308,20 @@ class Evaluation(NamedTuple):
     measured: str
     """A fingerprint of its data and settings."""
     measure: Callable[[int], Mapping[str, float]]
+    custom: Sequence[CustomMetric] = ()
+    """The user's metrics among them."""
+
+    def best(self, metric: str, directory: Path, save: Save, trainer: Trainer) -> Best:
+        """The keeper of the best model by one of the metrics."""
+        measured, smaller = self.measured, SMALLER_IS_BETTER
+        for own in (own for own in self.custom if own.name == metric):
+            measured = _digest(f"{measured} {own.fingerprint}")
+            smaller = (metric,) if own.smaller_is_better else ()
+        return Best(metric, measured, directory, save, trainer, smaller)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -328,6 +374,7 @@ class Answering:
     trainer: Trainer
     left_out: Sequence[Incident] = ()
     """Prompts whose pictures cannot be read."""
+    custom: Sequence[CustomMetric] = ()
 
     def __call__(self, step: int) -> dict[str, float]:
         """name -> value of every metric with few enough errors, on all ranks."""
@@ -341,7 +388,11 @@ class Answering:
         report: Report | None = trainer.ranks.gather(mine)[0]
         assert report is not None
         # the event has every number, the best model only those with few errors
-        values = report.values()
+        values = report.values() | values_of(
+            self.custom,
+            trainer.ranks,
+            answers=[completed(it.row, it.completion) for it in answers if not it.has_failed],
+        )
         fields: dict[str, Any] = dict(values)
         for metric in report.metrics:
             fields |= {f"{metric.name}_low": metric.low, f"{metric.name}_high": metric.high}
@@ -395,9 +446,10 @@ class Answering:
         return Evaluation(
             key="eval.answers.every",
             cadence=Cadence(self.config.every, self.trainer),
-            names=[*names, STOPPED],
-            measured=hashlib.sha256(text.encode()).hexdigest()[:16],
+            names=[*names, STOPPED, *(own.name for own in self.custom)],
+            measured=_digest(text),
             measure=self,
+            custom=self.custom,
         )
 
     def _metric_names(self, reward: str) -> list[str]:
@@ -412,17 +464,18 @@ def build_answering(
     make_engine: Callable[..., LocalEngine],
     trainer: Trainer,
     kind: Kind = "sft",
+    custom: Sequence[CustomMetric] = (),
 ) -> Answering | None:
     """The evaluation that ``config`` asks for, or None. Raises TautError where it could not be made.
 
-    ``kind``: the kind of rows in ``data.eval``.
+    ``kind``: the kind of rows in ``data.eval``; ``custom``: the user's metrics of answers.
     """
-    if not config.rewards:
+    if not (config.rewards or custom):
         return None
     # the writer has the rewards; every rank has the prompts and the engine
     parts = read_parts(config.rewards, RESERVED)
     reward_set = None
-    if trainer.ranks.is_writer:
+    if trainer.ranks.is_writer and parts:
         device = trainer.ranks.device if trainer.ranks.size > 1 else None
         own = partial(open_rater, device=device)
         reward_set = open_rewards(config.rewards, reserved=RESERVED, open_rater=own)
@@ -432,17 +485,25 @@ def build_answering(
         require_scorable(rows, reward_set, config.max_errors)
     engine = make_engine(config=config.local)
     require_usable([row.as_prompt() for row in rows], engine.context)
-    return Answering(
-        config, rows, [part.label for part in parts], reward_set, engine, trainer, left_out
-    )
+    right = [to_reward_input(row, row.references[0]) for row in rows if row.references]
+    if right:  # metrics are tried on one
+        values_of(custom, trainer.ranks, answers=right[:1])
+    labels = [part.label for part in parts]
+    return Answering(config, rows, labels, reward_set, engine, trainer, left_out, custom)
 
 
-def held_out(rows: Rows, every: int | str, trainer: Trainer) -> Evaluation:
-    """The loss and its metrics, measured on held-out rows."""
-    measured = rows.data.fingerprint[:16]
-    names = ["loss", *trainer.source.loss.best_by]
-    cadence = Cadence(every, trainer)
-    return Evaluation("eval.every", cadence, names, measured, HeldOut(rows, trainer))
+def held_out(
+    rows: Rows, every: int | str, trainer: Trainer, custom: Sequence[CustomMetric] = ()
+) -> Evaluation:
+    """The loss and its metrics, measured on held-out rows. ``custom``: the user's metrics of tokens."""
+    evaluation = HeldOut(rows, trainer, custom)
+    if custom:  # tried, as if every target were predicted
+        sample = samples_of(rows.trees([0]))[0]
+        right_N = sample.ids_T[sample.target_at_N]
+        evaluation.own_values([sample], {sample.id: [np.zeros(sample.num_targets), right_N]})
+    names = ["loss", *trainer.source.loss.best_by, *(own.name for own in custom)]
+    measured, cadence = rows.data.fingerprint[:16], Cadence(every, trainer)
+    return Evaluation("eval.every", cadence, names, measured, evaluation, custom)
 
 
 def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -469,8 +530,9 @@ def _load_rows(
     """The prompts, and those left out because they are empty or their pictures cannot be read."""
     requested = data.eval if config.data is None else config.data
     if not requested:
+        key = "eval.answers.rewards" if config.rewards else "eval.metrics"
         raise ConfigError(
-            "eval.answers.rewards is set without data to ask: neither eval.answers.data nor data.eval is set; set "
+            f"{key} is set without data to ask: neither eval.answers.data nor data.eval is set; set "
             "eval.answers.data=FILE.jsonl"
         )
     # equally many prompts of each source

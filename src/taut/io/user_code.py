@@ -19,7 +19,7 @@ import gc
 import sys
 import traceback
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from taut.errors import ConfigError
+from taut.errors import ConfigError, UserCodeError
 from taut.io import files, plugins
 
 
@@ -76,6 +76,16 @@ class UserCode:
         sys.modules[module.__name__] = module  # dataclasses look their module up by name
         exec(compile(self.source, str(self.path), "exec"), vars(module))
         return module
+
+    def call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        """Call what was loaded. Raises UserCodeError for any exception."""
+        try:
+            return function(*values, **named)
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise UserCodeError(
+                f"{self.label} raised {reason}{self.line_of(error)}; expected none; correct it"
+            ) from error
 
     def line_of(self, error: BaseException) -> str:
         """`` (own.py:12)``, the last line of the file that an exception came through; empty if there is none."""

@@ -187,9 +187,9 @@ def end_stopped(
         else:
             kept = "nothing was to be saved: the first step was not over"
     elif (
-        # outside of the model: an engine, a reward, a monitor's limit, a prompt
+        # outside of the model: an engine, a reward, a monitor's limit, a prompt, a hook
         isinstance(error, EngineError | CheckFailed | ConfigError | DataError | UserCodeError)
-        and built.run.generates
+        and (built.run.generates or isinstance(error, UserCodeError))
         and ranks.size == 1
         and 0 < trainer.done < trainer.num_steps
     ):
