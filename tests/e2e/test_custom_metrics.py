@@ -29,18 +29,20 @@ Go = Callable[..., taut.Result]
 OWN = """
 import random
 
-def nats(logp, targets):
+def nats(samples):
     random.random()
-    assert [len(a) for a in logp] == [len(a) for a in targets]
-    return -sum(a.sum() for a in logp) / sum(map(len, targets))
+    assert [s.id for s in samples] == sorted(s.id for s in samples)
+    assert all(len(s.logp) == len(s.targets) == len(s.predicted) for s in samples)
+    return -sum(s.logp.sum() for s in samples) / sum(len(s.targets) for s in samples)
 
 nats.smaller_is_better = True
 
-def right(targets, predicted):
-    return sum((t == p).sum() for t, p in zip(targets, predicted)) / sum(map(len, targets))
+def right(samples):
+    hits = sum((s.predicted == s.targets).sum() for s in samples)
+    return hits / sum(len(s.targets) for s in samples)
 
-def last_id(ids):
-    return float(ids[-1][-1])
+def last_id(samples):
+    return samples[-1].ids[-1]
 
 def words(answers):
     return sum(len(answer.text.split()) for answer in answers) / len(answers)
@@ -111,7 +113,7 @@ def test_answers_are_measured_without_a_reward(go: Go, own: Path) -> None:
 def test_a_best_by_other_code_is_refused(go: Go, own: Path) -> None:
     keys = {"eval__metrics": [f"{own}:right"], "eval__best": "right", "checkpoint__every": 2}
     go("out", **keys, steps=2)
-    own.write_text(OWN.replace("sum(map(len, targets))", "(1 + sum(map(len, targets)))"))
+    own.write_text(OWN.replace("return hits /", "return 1 + hits /"))
     with pytest.raises(taut.ConfigError, match="right on other data or in another way"):
         go("out", **keys, resume=True)
     assert go("out", **{**keys, "eval__best": "loss"}, steps=2, resume=True).notice is not None
@@ -122,11 +124,11 @@ def test_a_best_by_other_code_is_refused(go: Go, own: Path) -> None:
     [
         ("def own(trainer): ...", ErrorCode("eval.metrics")),
         ("def own(): ...", ErrorCode("eval.metrics")),
-        ("def own(answers, targets): ...", ErrorCode("eval.metrics")),
-        ("def own(targets):\n    raise LookupError('none')", r"LookupError: none \(own\.py:2\)"),
-        ("def own(targets): return 'a'", "returned 'a'; expected a number"),
-        ("def loss(targets): return 1", ErrorCode("eval.metrics")),
-        ("def own(targets: return", "cannot be run: SyntaxError"),
+        ("def own(answers, samples): ...", ErrorCode("eval.metrics")),
+        ("def own(samples):\n    raise LookupError('none')", r"LookupError: none \(own\.py:2\)"),
+        ("def own(samples): return 'a'", "could not convert string to float"),
+        ("def loss(samples): return 1", ErrorCode("eval.metrics")),
+        ("def own(samples: return", "cannot be run: SyntaxError"),
     ],
 )
 def test_what_is_no_metric_is_refused(
@@ -145,7 +147,7 @@ def test_tokens_need_held_out_data(go: Go, own: Path) -> None:
 
 
 def test_a_value_that_is_not_finite_is_never_the_best(go: Go, own: Path) -> None:
-    own.write_text("def own(targets):\n    return float('nan')\n")
+    own.write_text("def own(samples):\n    return float('nan')\n")
     result = go("out", eval__metrics=[f"{own}:own"], eval__best="own")
     assert all(np.isnan(value) for value in measured(result.out, "own"))
     assert not (result.out / "best").exists()

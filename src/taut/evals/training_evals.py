@@ -38,7 +38,7 @@ from taut.data.rows.prompts import PromptRow, load_prompts
 from taut.data.settings import DataConfig, Kind
 from taut.errors import ConfigError, DataError, OutputError
 from taut.evals.answers import answer, completed, require_scorable, to_reward_input
-from taut.evals.custom_metrics import CustomMetric, values_of
+from taut.evals.custom_metrics import CustomMetric, HeldOutSample, values_of
 from taut.evals.report import STOPPED, Report, build_report, pass_ks, spaced
 from taut.evals.settings import AnswersConfig
 from taut.evals.statistics import calibrate
@@ -55,7 +55,7 @@ from taut.train.oom import require_room
 from taut.train.run_dir import BEST_FILE
 from taut.train.step_statistics import Sums
 from taut.train.trainer import Trainer, on_device, plan_trees, prepare_microbatches
-from taut.types import Sample, to_host
+from taut.types import to_host
 
 ROWS_AT_A_TIME = 512
 """Rows planned together, to bound memory. A loss computes its statistics of a step over this many rows."""
@@ -76,8 +76,7 @@ class HeldOut:
         trainer, source, ranks = self.trainer, self.trainer.source, self.trainer.ranks
         loss, where = source.loss, f"held-out loss after step {step}"
         wants = loss.wants._replace(predicted=bool(self.custom))
-        samples: list[Sample] = []
-        scored: dict[str, list[np.ndarray[Any, Any]]] = {}
+        scored: list[HeldOutSample] = []
         terms, sums_of_metrics = Sums(), Sums()
         num_tokens = 0
         predictions: list[Predictions] = []
@@ -86,7 +85,7 @@ class HeldOut:
         for start in range(0, len(self.rows), ROWS_AT_A_TIME):
             indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
             trees, observed = self.rows.trees(indices), source.observed_of(self.rows, indices)
-            samples += samples_of(trees) if self.custom else []
+            ids_of = {sample.id: sample.ids_T for sample in samples_of(trees)}
             plan = plan_trees(trainer, trees, observed)
             planned = prepare_microbatches(trainer, plan, where)
             # All ranks run equally many forwards.
@@ -106,9 +105,10 @@ class HeldOut:
                 if predicted is not None:
                     predictions.append(predicted)
                 if scores.predicted_N is not None:
-                    read, row_N = to_host([scores.logp_N, scores.predicted_N]), packed.on_host.row_N
+                    host, own = packed.on_host, to_host([scores.logp_N, scores.predicted_N])
                     for row, name in enumerate(packed.sample_ids):
-                        scored[name] = [value_N[row_N == row].numpy() for value_N in read]
+                        parts = [it[host.row_N == row].numpy() for it in (host.target_N, *own)]
+                        scored.append(HeldOutSample(name, ids_of[name], *parts))
         # join the ranks: means, tokens, calibration
         metrics = {"loss": sum(terms.means(ranks).values()), **sums_of_metrics.means(ranks)}
         fields: dict[str, Any] = {"num_tokens": int(ranks.sum_of_shares([num_tokens])[0])}
@@ -125,27 +125,13 @@ class HeldOut:
             metrics["calibration_error"] = calibration.error
             fields["calibration"] = calibration.as_dict()["bins"]
         if self.custom:
-            for part in ranks.of_shares(ranks.gather(scored)):
-                scored |= part
-            metrics |= self.own_values(samples, scored)
+            scored = [one for part in ranks.of_shares(ranks.gather(scored)) for one in part]
+            metrics |= values_of(self.custom, sorted(scored, key=lambda one: one.id), ranks)
         trainer.emit("eval", step=step, num_samples=len(self.rows), **fields, **metrics)
         return metrics
 
-    def own_values(
-        self, samples: Sequence[Sample], scored: Mapping[str, Sequence[np.ndarray[Any, Any]]]
-    ) -> dict[str, float]:
-        """The user's metrics of samples. ``scored``: sample id -> logprobs and predicted tokens of its targets."""
-        return values_of(
-            self.custom,
-            self.trainer.ranks,
-            targets=[sample.ids_T[sample.target_at_N] for sample in samples],
-            logp=[scored[sample.id][0] for sample in samples],
-            predicted=[scored[sample.id][1] for sample in samples],
-            ids=[sample.ids_T for sample in samples],
-        )
 
-
-SMALLER_IS_BETTER = ("loss",)
+SMALLER_IS_BETTER: tuple[str, ...] = ("loss",)
 """Metrics of which the smallest value is the best; of all others it is the largest."""
 
 Save = Callable[[Path, Callable[[Path], None]], None]
@@ -315,8 +301,9 @@ class Evaluation(NamedTuple):
         """The keeper of the best model by one of the metrics."""
         measured, smaller = self.measured, SMALLER_IS_BETTER
         for own in (own for own in self.custom if own.name == metric):
-            measured = _digest(f"{measured} {own.fingerprint}")
-            smaller = (metric,) if own.smaller_is_better else ()
+            file = own.code.label.rpartition("/")[2]  # of an object from Python its digest
+            measured = _digest(f"{measured} {file} {own.code.source}")
+            smaller = (metric,) if getattr(own.function, "smaller_is_better", False) else ()
         return Best(metric, measured, directory, save, trainer, smaller)
 
 
@@ -333,11 +320,6 @@ class Evaluations:
     best: Best | None
     _measured: dict[str, Mapping[str, float]] = field(init=False, default_factory=dict)
     """Key -> metrics, of the evaluations after the last step taken."""
-
-    @property
-    def why_over(self) -> str | None:
-        """Why the run ends early, the same on all ranks; None if it goes on."""
-        return None if self.best is None else self.best.why_over
 
     def __call__(self, step: int) -> None:
         """Run the evaluations due after ``step``; after the last step ``at_end`` does."""
@@ -388,11 +370,8 @@ class Answering:
         report: Report | None = trainer.ranks.gather(mine)[0]
         assert report is not None
         # the event has every number, the best model only those with few errors
-        values = report.values() | values_of(
-            self.custom,
-            trainer.ranks,
-            answers=[completed(it.row, it.completion) for it in answers if not it.has_failed],
-        )
+        finished = [completed(it.row, it.completion) for it in answers if not it.has_failed]
+        values = report.values() | values_of(self.custom, finished, trainer.ranks)
         fields: dict[str, Any] = dict(values)
         for metric in report.metrics:
             fields |= {f"{metric.name}_low": metric.low, f"{metric.name}_high": metric.high}
@@ -487,7 +466,7 @@ def build_answering(
     require_usable([row.as_prompt() for row in rows], engine.context)
     right = [to_reward_input(row, row.references[0]) for row in rows if row.references]
     if right:  # metrics are tried on one
-        values_of(custom, trainer.ranks, answers=right[:1])
+        values_of(custom, right[:1], trainer.ranks)
     labels = [part.label for part in parts]
     return Answering(config, rows, labels, reward_set, engine, trainer, left_out, custom)
 
@@ -496,14 +475,15 @@ def held_out(
     rows: Rows, every: int | str, trainer: Trainer, custom: Sequence[CustomMetric] = ()
 ) -> Evaluation:
     """The loss and its metrics, measured on held-out rows. ``custom``: the user's metrics of tokens."""
-    evaluation = HeldOut(rows, trainer, custom)
     if custom:  # tried, as if every target were predicted
         sample = samples_of(rows.trees([0]))[0]
-        right_N = sample.ids_T[sample.target_at_N]
-        evaluation.own_values([sample], {sample.id: [np.zeros(sample.num_targets), right_N]})
+        target_N, zero_N = sample.ids_T[sample.target_at_N], np.zeros(sample.num_targets)
+        tried = HeldOutSample(sample.id, sample.ids_T, target_N, zero_N, target_N)
+        values_of(custom, [tried], trainer.ranks)
     names = ["loss", *trainer.source.loss.best_by, *(own.name for own in custom)]
     measured, cadence = rows.data.fingerprint[:16], Cadence(every, trainer)
-    return Evaluation("eval.every", cadence, names, measured, evaluation, custom)
+    measure = HeldOut(rows, trainer, custom)
+    return Evaluation("eval.every", cadence, names, measured, measure, custom)
 
 
 def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from typing_extensions import TypedDict
 
@@ -119,6 +120,8 @@ class Streamed(FromData):
     mismatched_length: int | None = None
     get_trainer: Callable[[], Trainer] | None = None
     """Returns the trainer; None if nothing is trained."""
+    epoch_size: ClassVar[int] = 0
+    """A stream has no epochs, and RunConfig refuses what counts them."""
 
     def rows_at(self, step: int) -> tuple[Rows, list[int]]:
         start, stop = self.cursor(step - 1).samples, self.cursor(step).samples
@@ -151,10 +154,6 @@ class Streamed(FromData):
     def cursor(self, step: int) -> Cursor:
         """The position in the stream after a step."""
         return Cursor(step, step * self.samples_per_step)
-
-    @property
-    def epoch_size(self) -> int:
-        raise AssertionError("a stream has no epochs: RunConfig refuses them")
 
     @property
     def state(self) -> Streamed:

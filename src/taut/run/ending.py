@@ -113,9 +113,8 @@ def result_of_finished(run: RunConfig, out: Path, end: Finish) -> Result:
         "raise steps or epochs to train on"
     )
     result = Result(out, model, end["step"], end["loss"], end["metrics"], None, notice=notice)
-    return replace(result, ended_early=end.get("ended_early")).judged(
-        run, end.get("learned_nothing")
-    )
+    result = replace(result, ended_early=end.get("ended_early"))
+    return result.judged(run, end.get("learned_nothing"))
 
 
 def why_nothing_learned(trainer: Trainer, out: Path) -> str | None:

@@ -30,16 +30,8 @@ from typing import Any, NamedTuple, Protocol
 from taut.config import to_dict, user_path
 from taut.data.render.tokens import token_bytes
 from taut.data.stream import StreamDataset
-from taut.errors import (
-    CheckFailed,
-    ConfigError,
-    OutOfMemory,
-    OutputError,
-    TautError,
-    redacted_in,
-)
-from taut.evals.custom_metrics import read_metrics
-from taut.evals.report import STOPPED
+from taut.errors import CheckFailed, ConfigError, OutOfMemory, OutputError, TautError
+from taut.evals.custom_metrics import TAKES, read_metrics
 from taut.evals.stopping import StopCheck, prepare, unasked
 from taut.evals.training_evals import (
     RESERVED,
@@ -73,7 +65,7 @@ from taut.train import distributed
 from taut.train.cadence import Cadence
 from taut.train.checkpoint import Checkpoints, Memory
 from taut.train.distributed import Ranks
-from taut.train.hooks import Hooks, read_hooks
+from taut.train.hooks import Hooks, open_hooks
 from taut.train.log import RunLog
 from taut.train.log.custom_sink import load_sinks
 from taut.train.monitors import ChangedSources, Divergence, Spikes, Untouched
@@ -85,7 +77,6 @@ from taut.train.run_dir import (
     Lock,
     claim,
     complete,
-    dotted,
     read_resolved,
     require_usable,
     step_of,
@@ -133,7 +124,8 @@ class Prepared:
 
     def why_over(self) -> str | None:
         """Why the run ends before its last step, the same on all ranks; None if it goes on."""
-        return self.evaluations.why_over or self.hooks.why_over
+        best = self.evaluations.best
+        return (best and best.why_over) or self.hooks.why_over
 
 
 def train(run: RunConfig, advisers: Advisers) -> Result:
@@ -180,8 +172,7 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
                 # build: a rank without room for the models raises; the others wait in a barrier, which is no collective
                 suggest = partial(advisers.suggest_settings, run, inputs, ranks)
                 log = RunLog(custom=load_sinks(run.log.sinks))
-                hooks = read_hooks(run.hooks, ranks)
-                hooks.make(out=out, settings=redacted_in(dict(dotted(to_dict(run)))))
+                hooks = open_hooks(run.hooks, ranks, out, to_dict(run))
                 ranks.doing("loading the model")
                 built = require_room(
                     partial(build, run, inputs, start.plan, ranks, log.emit, interrupts),
@@ -220,18 +211,19 @@ def prepare_evaluations(built: Built, out: Path) -> Evaluations:
     run, inputs, trainer = built.run, built.inputs, built.trainer
     measures = []
     custom = read_metrics(run.eval.metrics, trainer.ranks)
-    of_answers = [metric for metric in custom if metric.takes_answers]
-    of_tokens = [metric for metric in custom if not metric.takes_answers]
+    of_samples, of_answers = (
+        [metric for metric in custom if metric.takes == name] for name in TAKES
+    )
 
     # held-out loss
-    if of_tokens and (inputs.eval is None or run.generates or run.has_scalar_head):
+    if of_samples and (inputs.eval is None or run.generates or run.has_scalar_head):
         raise ConfigError(
-            f"{of_tokens[0].code.label}: it takes the tokens of answers in data.eval, and this run learns none; "
-            "expected data.eval in a method that learns its answers; set it, or take answers that the model generates",
+            f"{of_samples[0].code.label}: it takes samples of data.eval, and this run learns none; expected data.eval "
+            "in a method that learns its answers; set it, or take answers that the model generates",
             code="eval.metrics/data.eval",
         )
     if inputs.eval is not None and not run.generates:
-        measures.append(held_out(run.rows_of(inputs.eval), run.eval.every, trainer, of_tokens))
+        measures.append(held_out(run.rows_of(inputs.eval), run.eval.every, trainer, of_samples))
 
     # rewards of answers to held-out prompts
     if run.has_scalar_head and (run.eval.answers.rewards or of_answers):
@@ -249,7 +241,7 @@ def prepare_evaluations(built: Built, out: Path) -> Evaluations:
         built.opened.extend(d for d in answering.decisions if d not in built.decisions)
 
     # one value by a name
-    names = [*RESERVED[1:], *(name for one in measures for name in one.names if name != STOPPED)]
+    names = [*RESERVED, *(name for one in measures for name in one.names)]
     for metric in custom:
         if names.count(metric.name) > 1:
             raise ConfigError(
@@ -295,9 +287,7 @@ def execute(prepared: Prepared) -> Result:
         claim_out(built, start, lock)
     trainer.ranks.barrier()
     recorder = trainer.recorder
-    with log.open(
-        out, run.log, is_writer=trainer.ranks.is_writer, listeners=[recorder, prepared.hooks]
-    ):
+    with log.open(out, run.log, [recorder, prepared.hooks], is_writer=trainer.ranks.is_writer):
         checkpoints = build_checkpoints(prepared)
         try:
             emit_start(built, prepared.answers)

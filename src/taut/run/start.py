@@ -85,9 +85,9 @@ def look(
     end = _finish(out, run.save.result)
     if end is not None:
         plan = _plan(run, inputs, Cursor(*end["cursor"]), out)
-        is_alike = before.get("num_steps") == plan.num_steps and _ends_early(
-            before.get("config", {})
-        ) == _ends_early(to_dict(run))
+        now = {**to_dict(run), "num_steps": plan.num_steps}
+        then = {**before.get("config", {}), "num_steps": before.get("num_steps")}
+        is_alike = all(then.get(key) == now[key] for key in ("num_steps", "eval", "hooks"))
         if plan.num_steps == end["step"] or ("ended_early" in end and is_alike):
             if "identity" not in before:
                 raise OutputError(
@@ -139,12 +139,6 @@ def look(
         damaged=damaged,
         num_steps_before=num_steps,
     )
-
-
-def _ends_early(config: Mapping[str, Any]) -> list[Any]:
-    """The settings by which a run may end before its last step."""
-    held_out = config.get("eval", {})
-    return [held_out.get("best"), held_out.get("stop_after"), config.get("hooks")]
 
 
 def _choose_cpu_matmul(run: RunConfig, ranks: Ranks, identity: Mapping[str, Any]) -> None:

@@ -23,21 +23,24 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import TypedDict
 
 from taut.config import home_path
-from taut.errors import UserCodeError
+from taut.errors import UserCodeError, redacted_in
 from taut.io.user_code import UserCode, read_user_code
 from taut.train import random_state
 from taut.train.distributed import Ranks
 from taut.train.log.events import Event, ReportLost
+from taut.train.run_dir import dotted
 
 
 class HooksState(TypedDict):
     """The state of hooks in a checkpoint."""
 
+    all: list[str]
     why_over: str | None
     states: dict[str, Any]
     """By the hook as the configuration names it."""
@@ -48,33 +51,21 @@ class Hooks:
     """The hooks of a run: a sink of its log, and a part of its checkpoints. Only the writer has objects."""
 
     remembered: ClassVar[Any] = HooksState
-    all: Mapping[str, UserCode]
+    all: Sequence[str]
+    """As the configuration names them."""
     ranks: Ranks
     why_over: str | None = None
     """Why the run ends, the same on all ranks; None if it goes on."""
-    _objects: dict[str, Any] = field(default_factory=dict)
+    codes: dict[str, UserCode] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
     _asked: str | None = None
     """Why a hook has asked for the end, on the writer."""
     _failure: UserCodeError | None = None
 
-    def make(self, **values: Any) -> None:
-        """Make the objects from those of the ``values`` that they name. Raises TautError on all ranks."""
-
-        def make() -> None:
-            for spec, code in self.all.items():
-                found = code.load()
-                if isinstance(found, type):
-                    names = inspect.signature(found).parameters
-                    given = {name: value for name, value in values.items() if name in names}
-                    found = self._call(spec, found, **given)
-                self._objects[spec] = found
-
-        self.ranks.run_on_writer(make)
-
     def __call__(self, event: Event) -> None:
         """Give an event to every hook. An exception is kept for ``agree``, since other ranks do not come here."""
         try:
-            for spec, found in self._objects.items() if self._failure is None else ():
+            for spec, found in self.objects.items() if self._failure is None else ():
                 answer = self._call(spec, found, copy.deepcopy(event))
                 if not isinstance(answer, str | None):
                     raise UserCodeError(
@@ -89,51 +80,55 @@ class Hooks:
 
     def agree(self, step: int = 0) -> None:
         """Learn on every rank whether the run goes on. Raises what a hook has raised since the last call."""
-
-        def outcome() -> str | None:
-            if self._failure is not None:
-                raise self._failure
-            return self._asked
-
         if self.all:
-            self.why_over = self.ranks.run_on_writer(outcome)
+            self.why_over = self.ranks.agree(self._failure or self._asked)[0]
 
     def close(self) -> None:
         """Nothing to close: the event ``end`` is the last."""
 
     def remember(self) -> HooksState:
-        def states() -> dict[str, Any]:
-            return {
-                spec: self._call(
-                    spec, lambda f=found: json.loads(json.dumps(f.state_dict(), allow_nan=False))
-                )
-                for spec, found in self._objects.items()
-                if hasattr(found, "state_dict")
-            }
+        def state_of(spec: str) -> Any:
+            return json.loads(json.dumps(self.objects[spec].state_dict(), allow_nan=False))
 
-        return {"why_over": self.why_over, "states": self.ranks.run_on_writer(states)}
+        def states() -> dict[str, Any]:
+            own = [spec for spec, found in self.objects.items() if hasattr(found, "state_dict")]
+            return {spec: self._call(spec, state_of, spec) for spec in own}
+
+        kept = self.ranks.run_on_writer(states)
+        return {"all": [*self.all], "why_over": self.why_over, "states": kept}
 
     def recall(self, remembered: HooksState) -> None:
-        """Restore the state of hooks that had one."""
+        """Restore the state of hooks that had one, and where all hooks are the same the reason to end."""
 
         def restore() -> None:
             for spec, state in remembered["states"].items():
-                if spec in self._objects:
-                    self._call(spec, self._objects[spec].load_state_dict, state)
+                if spec in self.objects:
+                    self._call(spec, self.objects[spec].load_state_dict, state)
 
         self.ranks.run_on_writer(restore)
-        self.why_over = self._asked = remembered["why_over"]
+        if remembered["all"] == self.all:
+            self.why_over = self._asked = remembered["why_over"]
 
-    def _call(self, spec: str, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    def _call(self, spec: str, function: Callable[..., Any], *values: Any) -> Any:
         with random_state.kept(self.ranks.device):
-            return self.all[spec].call(function, *values, **named)
+            return self.codes[spec].call(function, *values)
 
 
-def read_hooks(specs: Sequence[str], ranks: Ranks) -> Hooks:
-    """Read the files of ``hooks``; nothing is run yet. Raises ConfigError."""
-    paths = {spec: home_path(spec.rpartition(":")[0]) for spec in specs}
-    found = {
-        spec: read_user_code(spec, path, f"hooks has {spec}", "class")
-        for spec, path in paths.items()
-    }
-    return Hooks(found, ranks)
+def open_hooks(specs: Sequence[str], ranks: Ranks, out: Path, config: Mapping[str, Any]) -> Hooks:
+    """Read the files of ``hooks`` and make the objects. Raises TautError on all ranks."""
+    hooks = Hooks(list(specs), ranks)
+
+    def make() -> None:
+        values = {"out": out, "settings": redacted_in(dict(dotted(config)))}
+        for spec in specs:
+            path = home_path(spec.rpartition(":")[0])
+            code = hooks.codes[spec] = read_user_code(spec, path, f"hooks has {spec}", "class")
+            found = code.load()
+            if isinstance(found, type):
+                names = inspect.signature(found).parameters.keys() & values
+                found = code.call(found, **{name: values[name] for name in names})
+            hooks.objects[spec] = found
+
+    with random_state.kept(ranks.device):
+        ranks.run_on_writer(make)
+    return hooks

@@ -131,9 +131,7 @@ class CheckpointConfig(Repeated):
 
     def saves_before(self, num_steps: int | None) -> bool:
         """Whether a checkpoint may be due before the last step. None: an unknown number of steps."""
-        if isinstance(self.every, str):
-            return True
-        return self.every > 0 and (num_steps is None or self.every < num_steps)
+        return isinstance(self.every, str) or 0 < self.every < (num_steps or self.every + 1)
 
 
 @configclass

@@ -65,9 +65,9 @@ class RunLog:
         self,
         out: Path,
         config: LogConfig,
+        listeners: Sequence[Sink] = (),
         *,
         is_writer: bool = True,
-        listeners: Sequence[Sink] = (),
     ) -> Self:
         """Open the sinks of a run in ``out``; on the ranks that do not write, ``listeners`` alone. Events can be
         emitted from then on.

@@ -69,13 +69,7 @@ UPDATED = ("kl", "old/kl", "clip/low", "clip/high", "entropy", "entropy_estimate
 """Fields of a step that trains on rollouts, from which a line is made."""
 
 SUMMARIZED = (
-    "loss",
-    "eval_loss",
-    "model",
-    "divergence",
-    "learned_nothing",
-    "ended_early",
-    "reason",
+    *("loss", "eval_loss", "model", "divergence", "learned_nothing", "ended_early", "reason"),
 )
 """Fields of the last event that the summary shows, and the reason of an early end, which the command prints."""
 
