@@ -88,7 +88,7 @@ def values_of(
 
     def call(metric: CustomMetric) -> float:
         with random_state.kept(ranks.device):
-            return float(metric.code.call(lambda: float(metric.function(list(data)))))
+            return float(metric.code.call("a number", lambda: float(metric.function(list(data)))))
 
     if not metrics:
         return {}

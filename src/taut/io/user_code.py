@@ -77,14 +77,14 @@ class UserCode:
         exec(compile(self.source, str(self.path), "exec"), vars(module))
         return module
 
-    def call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        """Call what was loaded. Raises UserCodeError for any exception."""
+    def call(self, expected: str, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        """Call what was loaded, of which this is ``expected``. Raises UserCodeError for any exception."""
         try:
             return function(*values, **named)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise UserCodeError(
-                f"{self.label} raised {reason}{self.line_of(error)}; expected none; correct it"
+                f"{self.label} raised {reason}{self.line_of(error)}; expected {expected}; correct it"
             ) from error
 
     def line_of(self, error: BaseException) -> str:

@@ -82,7 +82,7 @@ def _called(
 ) -> list[Tensor]:
     """Return the function's advantages as [N] for each sample. Raises UserCodeError."""
     lengths = outcomes.length_S.tolist()
-    value = code.call(function, outcomes)
+    value = code.call("advantages", function, outcomes)
     wanted = "expected a tensor [S], or a list with a tensor [N] for each sample; return that"
     problem = ""
     if isinstance(value, Tensor) and value.shape == (len(lengths),):

@@ -111,7 +111,7 @@ class Hooks:
 
     def _call(self, spec: str, function: Callable[..., Any], *values: Any) -> Any:
         with random_state.kept(self.ranks.device):
-            return self.codes[spec].call(function, *values)
+            return self.codes[spec].call("a hook", function, *values)
 
 
 def open_hooks(specs: Sequence[str], ranks: Ranks, out: Path, config: Mapping[str, Any]) -> Hooks:
@@ -126,7 +126,7 @@ def open_hooks(specs: Sequence[str], ranks: Ranks, out: Path, config: Mapping[st
             found = code.load()
             if isinstance(found, type):
                 names = inspect.signature(found).parameters.keys() & values
-                found = code.call(found, **{name: values[name] for name in names})
+                found = code.call("a hook", found, **{name: values[name] for name in names})
             hooks.objects[spec] = found
 
     with random_state.kept(ranks.device):

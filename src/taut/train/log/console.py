@@ -299,7 +299,7 @@ class ConsoleReport:
             step, value = self._best["step"], number(self._best["value"])
             text = f"{self._best['path']}: {self._best['name']} {value} after step {step}"
             if event.get("model"):
-                same = step == event["step"]
+                same = step == event.get("step")
                 text += f"; {Path(event['model']).name}/ is {'it' if same else 'the last one'}"
             rows.append(("best", text))
         if rows:
