@@ -19,6 +19,8 @@ from tests.helpers.chat_runs import (
     weights,
     write_rows,
 )
+from tests.helpers.online_runs import keys_of, questions, save_models
+from tests.helpers.online_runs import train as train_online
 from tests.helpers.refusals import ErrorCode, refused
 from tests.helpers.slow_cases import slow_except
 
@@ -167,3 +169,41 @@ def test_what_cannot_end_early_is_refused(
     with refused(ErrorCode(code)):
         go("out", **keys)
     assert not (tmp_path / "out").exists()
+
+
+def test_minutes_change_no_step(go: Go) -> None:
+    """So few that an evaluation and a checkpoint are due after each step, however fast the machine is."""
+    keys = {"steps": 3, "eval__best": None, "eval__stop_after": 0}
+    few = "0.000001 minutes"
+    out = go("out", **keys, eval__every=few, checkpoint__every=few).out
+    assert list(measured(out)) == [1, 2, 3]
+    assert [event["step"] for event in events(out, "checkpoint")] == [1, 2, 3]
+    plain = go("plain", **keys, eval__every="100000 minutes", checkpoint__every="100000 minutes")
+    assert list(measured(plain.out)) == [3]
+    assert [event["step"] for event in events(plain.out, "checkpoint")] == [3]
+    assert column(plain.out, "loss") == column(out, "loss")
+
+
+@pytest.mark.parametrize("name", ["length_target", "words"])
+def test_rollouts_end_early_by_answers(name: str, tmp_path: Path) -> None:
+    """13 prompts, 4 a step: epochs end with steps 4, 7, 10 and 13. Greedy answers of a rate of nearly 0 stay as they
+    are, so no later value is better."""
+    own = tmp_path / "own.py"
+    own.write_text("def words(answers):\n    return len([a.text for a in answers])\n")
+    result = train_online(
+        keys_of(
+            "grpo",
+            save_models(tmp_path / "models"),
+            tmp_path,
+            steps=20,
+            data__eval=str(write_rows(tmp_path / "held_out.jsonl", questions(3))),
+            eval__answers__every="1 epoch",
+            eval__metrics=[f"{own}:words"] if name == "words" else [],
+            eval__best=name,
+            eval__stop_after=2,
+            optim__learning_rate=1e-12,
+        )
+    )
+    assert [event["step"] for event in events(result.out, "eval")] == [4, 7, 10]
+    assert left(result)["step"] == 10
+    assert json.loads((result.out / "best" / "best.json").read_text())["step"] == 4

@@ -166,8 +166,14 @@ def test_two_ranks_end_together(model: Path, train: Path, own: Path, tmp_path: P
         "out": tmp_path / "two",
         "steps": 6,
     }
-    keys |= {"hooks": [f"{own}:Counter"], "checkpoint.every": 2, "check": "off", "device": "cpu"}
+    keys |= {
+        "hooks": [f"{own}:Counter"],
+        "checkpoint.every": "0.000001 minutes",
+        "check": "off",
+        "device": "cpu",
+    }
     keys |= {"stop_check.prompts": 0, "contract.prompts": 0, "data.max_length": 200}
     done = run("-m", "taut", "sft", *words_of(keys), num_ranks=2)
     assert done.returncode == 0, done.stderr[-2000:]
     assert events(tmp_path / "two", "end")[-1]["step"] == 3
+    assert [event["step"] for event in events(tmp_path / "two", "checkpoint")] == [1, 2, 3]
