@@ -141,6 +141,11 @@ def test_what_is_no_metric_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_answers_that_nothing_takes_are_refused(go: Go, own: Path) -> None:
+    with refused(ErrorCode("eval.answers.every/eval.answers.rewards/eval.metrics")):
+        go("out", eval__metrics=[f"{own}:right"], eval__answers__every=2)
+
+
 def test_tokens_need_held_out_data(go: Go, own: Path) -> None:
     with refused(ErrorCode("eval.metrics/data.eval")):
         go("out", eval__metrics=[f"{own}:right"], data__eval=None, eval__every=0)

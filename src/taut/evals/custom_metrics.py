@@ -90,6 +90,4 @@ def values_of(
         with random_state.kept(ranks.device):
             return float(metric.code.call("a number", lambda: float(metric.function(list(data)))))
 
-    if not metrics:
-        return {}
     return ranks.run_on_writer(lambda: {metric.name: call(metric) for metric in metrics})

@@ -336,10 +336,8 @@ class Evaluations:
     def _run(self, due: Sequence[Evaluation], step: int) -> None:
         for one in due:
             self._measured[one.key] = one.measure(step)
-        best = self.best
-        chosen = [one for one in due if best is not None and best.metric in one.names]
-        if best is not None and chosen:
-            best.consider(step, self._measured[chosen[0].key])
+            if self.best is not None and self.best.metric in one.names:
+                self.best.consider(step, self._measured[one.key])
 
 
 @dataclass(frozen=True, eq=False)
@@ -450,6 +448,12 @@ def build_answering(
     ``kind``: the kind of rows in ``data.eval``; ``custom``: the user's metrics of answers.
     """
     if not (config.rewards or custom):
+        if config.is_asked_for:
+            raise ConfigError(
+                "eval.answers asks for answers, and neither eval.answers.rewards nor a function of eval.metrics takes "
+                "them; expected one; set it, or take eval.answers out",
+                code="eval.answers.every/eval.answers.rewards/eval.metrics",
+            )
         return None
     # the writer has the rewards; every rank has the prompts and the engine
     parts = read_parts(config.rewards, RESERVED)

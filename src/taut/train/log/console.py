@@ -68,9 +68,7 @@ POLICY_GRADIENT = "advantage/size"
 UPDATED = ("kl", "old/kl", "clip/low", "clip/high", "entropy", "entropy_estimate", POLICY_GRADIENT)
 """Fields of a step that trains on rollouts, from which a line is made."""
 
-SUMMARIZED = (
-    *("loss", "eval_loss", "model", "divergence", "learned_nothing", "ended_early", "reason"),
-)
+LISTED = ("loss", "eval_loss", "model", "divergence", "learned_nothing", "ended_early", "reason")
 """Fields of the last event that the summary shows, and the reason of an early end, which the command prints."""
 
 WIDTH = 60
@@ -304,7 +302,7 @@ class ConsoleReport:
             rows.append(("best", text))
         if rows:
             self._print_rows(rows)
-        rest = fields_text({key: event[key] for key in event if key not in SUMMARIZED})
+        rest = fields_text({key: event[key] for key in event if key not in LISTED})
         if rest:
             self._print(rest)
 
