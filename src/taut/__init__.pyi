@@ -189,12 +189,14 @@ class _RouterConfig(TypedDict, total=False):
     aux_loss: Literal['pooled', 'per_layer']
 
 class _EvalConfig(TypedDict, total=False):
-    every: int
+    every: int | _Text
     best: _Text | None
+    metrics: Sequence[_Code]
+    stop_after: int
     answers: _AnswersConfig
 
 class _AnswersConfig(TypedDict, total=False):
-    every: int
+    every: int | _Text
     rewards: _Code | _RewardSpec | Sequence[_Code | _RewardSpec]
     data: _Rows | _Source | None
     reference: _Text | None
@@ -230,7 +232,7 @@ class _LocalConfig(TypedDict, total=False):
     packed_gib: float
 
 class _CheckpointConfig(TypedDict, total=False):
-    every: int
+    every: int | _Text
     keep: int
     keep_best: bool
     background: bool
@@ -678,6 +680,7 @@ def sft(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -722,6 +725,7 @@ def reward(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -767,6 +771,7 @@ def dpo(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -813,6 +818,7 @@ def kto(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -859,6 +865,7 @@ def orpo(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -904,6 +911,7 @@ def simpo(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -949,6 +957,7 @@ def cpo(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -994,6 +1003,7 @@ def distill(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -1039,6 +1049,7 @@ def grpo(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -1091,6 +1102,7 @@ def ppo(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -1143,6 +1155,7 @@ def online_dpo(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -1193,6 +1206,7 @@ def best_of_n(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -1242,6 +1256,7 @@ def gkd(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -1292,6 +1307,7 @@ def check(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -1351,6 +1367,7 @@ def resume(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -1417,6 +1434,7 @@ def show(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,
@@ -1484,6 +1502,7 @@ def plan(
     freeze: Sequence[_Text] = ...,
     resume: bool = ...,
     overwrite: bool = ...,
+    hooks: Sequence[_Code] = ...,
     batch: _BatchConfig = ...,
     optim: _OptimConfig = ...,
     checks: _ChecksConfig = ...,

@@ -44,6 +44,7 @@ import pydantic
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from taut import conflicts
 from taut.conflicts import Conflict, annotation_of_values, is_table, one_line, shortened
@@ -90,6 +91,7 @@ ERRORS_SHOWN = 3
 """Mistakes in one message."""
 EXPECTED = {
     "bool_type": "true or false",
+    "cadence": "a number of steps, or a text like 0.5 epochs or 30 minutes",
     "dict_type": "a table",
     "finite_number": "a finite number",
     "float_type": "a number",
@@ -860,3 +862,18 @@ ComputeDtype: TypeAlias = Annotated[
     ),
 ]
 """A compute dtype in a configuration, where bf16 and the like are accepted too."""
+
+
+CADENCE = r"^(0\.\d*[1-9]\d*|[1-9]\d*(\.\d+)?) ?(epoch|minute)s?$"
+
+
+def require_cadence(value: object) -> object:
+    """``value`` if it says how often something is done."""
+    is_steps = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if is_steps or (isinstance(value, str) and re.match(CADENCE, value)):
+        return value
+    raise PydanticCustomError("cadence", "no cadence")
+
+
+Every: TypeAlias = Annotated[int | str, BeforeValidator(require_cadence)]
+"""How often something is done: a number of steps (0: never), ``0.5 epochs`` or ``30 minutes``."""

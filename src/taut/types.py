@@ -367,6 +367,8 @@ class Wants(NamedTuple):
     """Divisor of the logits: tokens sampled at a temperature are scored at it."""
     routers: bool = False
     """The experts that the routers of a mixture of experts choose."""
+    predicted: bool = False
+    """The likeliest token in the place of each target; no score has a gradient then."""
 
 
 class Scores(NamedTuple):
@@ -387,6 +389,8 @@ class Scores(NamedTuple):
     counts once for each sample."""
     router_count_LE: Tensor | None = None
     """Number of tokens sent to each expert, counted in the same way."""
+    predicted_N: Tensor | None = None
+    """int64 [N]: the likeliest token in the place of each target, where wanted."""
 
     def detach(self) -> Scores:
         """Copy of the scores without gradients."""

@@ -198,7 +198,7 @@ def test_errors_of_a_reward_are_told_and_never_the_best(go: Go, tmp_path: Path) 
         ({"eval__answers__rewards": ["exakt"]}, "found the reward 'exakt'; expected one of exact"),
         (
             {"eval__answers__rewards": []},
-            ErrorCode("eval.answers.every/eval.answers.rewards"),
+            ErrorCode("eval.answers.every/eval.answers.rewards/eval.metrics"),
         ),
         ({"data__eval": None}, "is set without data to ask"),
         (

@@ -64,3 +64,23 @@ def test_a_run_with_functions_is_resumed_with_the_same(
     assert taut.resume(out, steps=2, rewards=again).steps == 2
     with pytest.raises(ConfigError, match=r"belongs to another run: rewards: \['python-"):
         taut.resume(out, steps=3, rewards=[factory(0.75), again[1]])
+
+
+class Counts:
+    """A hook that is an object: it ends the run after its second step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, event: dict[str, Any]) -> str | None:
+        self.steps += event["kind"] == "step"
+        return "two steps" if self.steps == 2 else None
+
+
+def test_hooks_and_metrics_may_be_objects(tmp_path: Path) -> None:
+    model = save_models(tmp_path)
+    hook = Counts()
+    keys = keys_of("grpo", model, tmp_path, steps=9, hooks=[hook])
+    del keys["method"]
+    assert taut.grpo(**keys).steps == 2
+    assert hook.steps == 2

@@ -56,21 +56,23 @@ def to_reward_input(
     )
 
 
+def completed(row: PromptRow, completion: Completion) -> RewardInput:
+    """Return a completion of a row as rewards get it."""
+    return to_reward_input(
+        row,
+        completion.text,
+        num_tokens=int(completion.ids_N.size),
+        finish_reason=completion.finish_reason,
+    )
+
+
 def judge(
     rows: Sequence[PromptRow], completions: Sequence[Completion], reward_set: RewardSet | None
 ) -> list[Answer]:
     """Completions of ``rows`` with their scores."""
     by_id = {row.id: row for row in rows}
     finished = [c for c in completions if reward_set is not None and c.finish_reason != "error"]
-    shown = [
-        to_reward_input(
-            by_id[c.prompt_id],
-            c.text,
-            num_tokens=int(c.ids_N.size),
-            finish_reason=c.finish_reason,
-        )
-        for c in finished
-    ]
+    shown = [completed(by_id[c.prompt_id], c) for c in finished]
     reward_results = reward_set.grade(shown) if reward_set is not None else []
     scores = {
         id(c): reward_result.parts

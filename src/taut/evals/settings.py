@@ -7,10 +7,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from taut.config import Code, configclass
+from taut.config import Code, Every, configclass
 from taut.data.settings import Source
 from taut.inference.settings import LocalConfig, Sampling
 from taut.rewards.settings import RewardSpec
+from taut.train.settings import Repeated
 
 
 @configclass
@@ -22,11 +23,11 @@ class EvalSampling(Sampling):
 
 
 @configclass
-class AnswersConfig:
+class AnswersConfig(Repeated):
     """Evaluation by generation: at the end of training, and every ``every`` steps."""
 
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations by generation; 0: only at the end."""
+    every: Every = 0
+    """Steps between evaluations by generation, or a text: 0.5 epochs, 30 minutes; 0: only at the end."""
     rewards: Code | list[Code | RewardSpec] = field(default_factory=list)
     """Rewards that score the answers: names of docs/rewards.md, FILE.py:function, or tables of them. Empty: nothing is
     generated."""

@@ -20,10 +20,10 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NotRequired
 
 import numpy as np
 import pydantic
@@ -31,13 +31,14 @@ import torch
 from typing_extensions import TypedDict
 
 from taut.config import Decision, first_problem, to_dict
-from taut.data.batching import Rows
+from taut.data.batching import Rows, samples_of
 from taut.data.dataset import sources
 from taut.data.render.render import Incident, Renderer
 from taut.data.rows.prompts import PromptRow, load_prompts
 from taut.data.settings import DataConfig, Kind
 from taut.errors import ConfigError, DataError, OutputError
-from taut.evals.answers import answer, require_scorable
+from taut.evals.answers import answer, completed, require_scorable, to_reward_input
+from taut.evals.custom_metrics import CustomMetric, HeldOutSample, values_of
 from taut.evals.report import STOPPED, Report, build_report, pass_ks, spaced
 from taut.evals.settings import AnswersConfig
 from taut.evals.statistics import calibrate
@@ -49,6 +50,7 @@ from taut.io.console import counted
 from taut.losses.loss import Predictions, count_units
 from taut.rewards.registry import files_of, read_parts
 from taut.rewards.reward_set import RewardSet, open_rewards
+from taut.train.cadence import Cadence
 from taut.train.oom import require_room
 from taut.train.run_dir import BEST_FILE
 from taut.train.step_statistics import Sums
@@ -65,13 +67,16 @@ class HeldOut:
 
     rows: Rows
     trainer: Trainer
+    custom: Sequence[CustomMetric] = ()
 
     def __call__(self, step: int) -> dict[str, float]:
-        """``loss`` (each term's sum by its count) and the loss's metrics; every row counts once, whatever the number of
-        ranks.
+        """``loss`` (each term's sum by its count), the loss's metrics and the user's; every row counts once, whatever
+        the number of ranks.
         """
         trainer, source, ranks = self.trainer, self.trainer.source, self.trainer.ranks
         loss, where = source.loss, f"held-out loss after step {step}"
+        wants = loss.wants._replace(predicted=bool(self.custom))
+        scored: list[HeldOutSample] = []
         terms, sums_of_metrics = Sums(), Sums()
         num_tokens = 0
         predictions: list[Predictions] = []
@@ -80,12 +85,13 @@ class HeldOut:
         for start in range(0, len(self.rows), ROWS_AT_A_TIME):
             indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
             trees, observed = self.rows.trees(indices), source.observed_of(self.rows, indices)
+            ids_of = {sample.id: sample.ids_T for sample in samples_of(trees)}
             plan = plan_trees(trainer, trees, observed)
             planned = prepare_microbatches(trainer, plan, where)
             # All ranks run equally many forwards.
             for packed, is_real in on_device(trainer, planned):
                 with torch.no_grad(), trainer.compute():
-                    score = partial(trainer.scorer, packed, wants=loss.wants)
+                    score = partial(trainer.scorer, packed, wants=wants)
                     scores = trainer.fit.attempt(score, packed, trees, where)
                 if not is_real:
                     continue
@@ -98,6 +104,11 @@ class HeldOut:
                 predicted = loss.predictions(scores, packed)
                 if predicted is not None:
                     predictions.append(predicted)
+                if scores.predicted_N is not None:
+                    host, own = packed.on_host, to_host([scores.logp_N, scores.predicted_N])
+                    for row, name in enumerate(packed.sample_ids):
+                        parts = [it[host.row_N == row].numpy() for it in (host.target_N, *own)]
+                        scored.append(HeldOutSample(name, ids_of[name], *parts))
         # join the ranks: means, tokens, calibration
         metrics = {"loss": sum(terms.means(ranks).values()), **sums_of_metrics.means(ranks)}
         fields: dict[str, Any] = {"num_tokens": int(ranks.sum_of_shares([num_tokens])[0])}
@@ -113,11 +124,14 @@ class HeldOut:
             calibration = calibrate(probability, outcome, max(rank[2] for rank in gathered))
             metrics["calibration_error"] = calibration.error
             fields["calibration"] = calibration.as_dict()["bins"]
+        if self.custom:
+            scored = [one for part in ranks.of_shares(ranks.gather(scored)) for one in part]
+            metrics |= values_of(self.custom, sorted(scored, key=lambda one: one.id), ranks)
         trainer.emit("eval", step=step, num_samples=len(self.rows), **fields, **metrics)
         return metrics
 
 
-SMALLER_IS_BETTER = ("loss",)
+SMALLER_IS_BETTER: tuple[str, ...] = ("loss",)
 """Metrics of which the smallest value is the best; of all others it is the largest."""
 
 Save = Callable[[Path, Callable[[Path], None]], None]
@@ -131,6 +145,8 @@ class BestState(TypedDict):
     metric: str
     value: float | None
     step: int | None
+    stale: NotRequired[int]
+    last: NotRequired[int | None]
 
 
 class Note(TypedDict):
@@ -152,29 +168,49 @@ class Best:
     directory: Path
     save: Save
     trainer: Trainer
+    smaller: Sequence[str] = SMALLER_IS_BETTER
+    """Metrics of which the smallest value is the best."""
     value: float | None = None
     """The best value so far."""
     step: int | None = None
     """Where it was measured."""
+    stop_after: int = 0
+    """Evaluations in a row without a better value after which the run ends; 0: it does not."""
+    stale: int = 0
+    """Evaluations since the best value."""
+    last: int | None = None
+    """The step of the last evaluation."""
+
+    @property
+    def why_over(self) -> str | None:
+        """Why the run ends, the same on all ranks; None if it goes on."""
+        if not 0 < self.stop_after <= self.stale:
+            return None
+        best = f"the best is {self.value:.4g} after step {self.step}" if self.step else "none is"
+        counted = f"{self.stale} evaluations in a row without a better {self.metric}"
+        return f"eval.stop_after={self.stop_after}: {counted}; {best}"
 
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
         """Save the model of ``step`` if it is better than all before; every rank calls this.
 
         A metric without a usable value (nothing scored, too many errors, NaN) gives a warning; nothing is saved.
         """
+        # a resumed run may measure a step again, which counts once
+        self.stale += step != self.last
+        self.last = step
         # all ranks decide by the writer's value
         value = self.trainer.ranks.gather(metrics.get(self.metric))[0]
         if value is None or math.isnan(value):
             detail = f"eval.best: {self.metric} has no value at this step; nothing is kept of it"
             self.trainer.emit("warning", step=step, name="best", detail=detail)
             return
-        if self.value is not None and step != self.step:  # a resumed run may measure a step again
-            is_smallest = self.metric in SMALLER_IS_BETTER
+        if self.value is not None and step != self.step:
+            is_smallest = self.metric in self.smaller
             if not (value < self.value if is_smallest else value > self.value):
                 return
         note = {"step": step, "metric": self.metric, "value": value, "measured": self.measured}
         self.save(self.directory, lambda folder: _write(folder / BEST_FILE, note))
-        self.value, self.step = value, step
+        self.value, self.step, self.stale = value, step, 0
         self.trainer.emit(
             "best", step=step, name=self.metric, value=value, path=str(self.directory)
         )
@@ -185,13 +221,17 @@ class Best:
             "metric": self.metric,
             "value": self.value,
             "step": self.step,
+            "stale": self.stale,
+            "last": self.last,
         }
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
         """Take up where a checkpoint left off, unless something else was measured then or the model is gone."""
         is_same = (remembered["metric"], remembered["measured"]) == (self.metric, self.measured)
-        if self.trainer.ranks.gather(is_same and (self.directory / BEST_FILE).is_file())[0]:
+        is_kept = remembered["value"] is None or (self.directory / BEST_FILE).is_file()
+        if self.trainer.ranks.gather(is_same and is_kept)[0]:
             self.value, self.step = remembered["value"], remembered["step"]
+            self.stale, self.last = remembered.get("stale", 0), remembered.get("last")
 
 
 def require_same_measure(directory: Path, metric: str, measured: str) -> None:
@@ -236,48 +276,68 @@ def _write(path: Path, note: Mapping[str, Any]) -> None:
 SAMPLES_LOGGED = 4
 ROOMIER = "set a smaller eval.answers.local.sequences or eval.answers.local.prefill_tokens"
 """Remedy where memory runs out."""
-RESERVED = ("loss", STOPPED, "step", "kind", "time", "samples", "tokens_mean", "num_prompts")
-"""Names in an ``eval`` event that no reward may bear."""
+RESERVED = (
+    *("loss", STOPPED, "step", "kind", "time", "samples", "tokens_mean", "num_prompts"),
+    *("num_samples", "num_tokens", "calibration", "calibration_error", "divergence", "z0"),
+)
+"""Names in an ``eval`` event that no reward and no metric of the user may bear."""
 
 
 class Evaluation(NamedTuple):
-    """A measurement every ``every`` steps (0: never) and at the end."""
+    """A measurement now and then, and at the end."""
 
     key: str
-    """The configuration's key of ``every``."""
-    every: int
+    """The configuration's key of ``cadence``."""
+    cadence: Cadence
     names: Sequence[str]
     """The metrics it may return."""
     measured: str
     """A fingerprint of its data and settings."""
     measure: Callable[[int], Mapping[str, float]]
+    custom: Sequence[CustomMetric] = ()
+    """The user's metrics among them."""
+
+    def best(self, metric: str, directory: Path, save: Save, trainer: Trainer) -> Best:
+        """The keeper of the best model by one of the metrics."""
+        measured, smaller = self.measured, SMALLER_IS_BETTER
+        for own in (own for own in self.custom if own.name == metric):
+            file = own.code.label.rpartition("/")[2]  # of an object from Python its digest
+            measured = _digest(f"{measured} {file} {own.code.source}")
+            smaller = (metric,) if getattr(own.function, "smaller_is_better", False) else ()
+        return Best(metric, measured, directory, save, trainer, smaller)
 
 
-@dataclass(frozen=True)
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass
 class Evaluations:
     """All measurements of a run; callable after each step."""
 
     all: Sequence[Evaluation]
     num_steps: int
     best: Best | None
+    _measured: dict[str, Mapping[str, float]] = field(init=False, default_factory=dict)
+    """Key -> metrics, of the evaluations after the last step taken."""
 
     def __call__(self, step: int) -> None:
         """Run the evaluations due after ``step``; after the last step ``at_end`` does."""
+        due = [evaluation for evaluation in self.all if evaluation.cadence.is_due(step)]
+        self._measured = {}
         if step < self.num_steps:
-            self._run([e for e in self.all if e.every and step % e.every == 0], step)
+            self._run(due, step)
 
-    def at_end(self) -> dict[str, float]:
-        """Run all evaluations after the last step; the metrics."""
-        return self._run(self.all, self.num_steps)
+    def at_end(self, step: int) -> dict[str, float]:
+        """Run all evaluations that have not run after ``step``, the last one; the metrics of all."""
+        self._run([one for one in self.all if one.key not in self._measured], step)
+        return {name: value for one in self.all for name, value in self._measured[one.key].items()}
 
-    def _run(self, due: Sequence[Evaluation], step: int) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for evaluation in due:
-            metrics |= evaluation.measure(step)
-        best = self.best
-        if best is not None and any(best.metric in evaluation.names for evaluation in due):
-            best.consider(step, metrics)
-        return metrics
+    def _run(self, due: Sequence[Evaluation], step: int) -> None:
+        for one in due:
+            self._measured[one.key] = one.measure(step)
+            if self.best is not None and self.best.metric in one.names:
+                self.best.consider(step, self._measured[one.key])
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,6 +354,7 @@ class Answering:
     trainer: Trainer
     left_out: Sequence[Incident] = ()
     """Prompts whose pictures cannot be read."""
+    custom: Sequence[CustomMetric] = ()
 
     def __call__(self, step: int) -> dict[str, float]:
         """name -> value of every metric with few enough errors, on all ranks."""
@@ -307,7 +368,8 @@ class Answering:
         report: Report | None = trainer.ranks.gather(mine)[0]
         assert report is not None
         # the event has every number, the best model only those with few errors
-        values = report.values()
+        finished = [completed(it.row, it.completion) for it in answers if not it.has_failed]
+        values = report.values() | values_of(self.custom, finished, trainer.ranks)
         fields: dict[str, Any] = dict(values)
         for metric in report.metrics:
             fields |= {f"{metric.name}_low": metric.low, f"{metric.name}_high": metric.high}
@@ -360,10 +422,11 @@ class Answering:
         names = [name for reward in self.names for name in self._metric_names(reward)]
         return Evaluation(
             key="eval.answers.every",
-            every=self.config.every,
-            names=[*names, STOPPED],
-            measured=hashlib.sha256(text.encode()).hexdigest()[:16],
+            cadence=Cadence(self.config.every, self.trainer),
+            names=[*names, STOPPED, *(own.name for own in self.custom)],
+            measured=_digest(text),
             measure=self,
+            custom=self.custom,
         )
 
     def _metric_names(self, reward: str) -> list[str]:
@@ -378,17 +441,24 @@ def build_answering(
     make_engine: Callable[..., LocalEngine],
     trainer: Trainer,
     kind: Kind = "sft",
+    custom: Sequence[CustomMetric] = (),
 ) -> Answering | None:
     """The evaluation that ``config`` asks for, or None. Raises TautError where it could not be made.
 
-    ``kind``: the kind of rows in ``data.eval``.
+    ``kind``: the kind of rows in ``data.eval``; ``custom``: the user's metrics of answers.
     """
-    if not config.rewards:
+    if not (config.rewards or custom):
+        if config.is_asked_for:
+            raise ConfigError(
+                "eval.answers asks for answers, and neither eval.answers.rewards nor a function of eval.metrics takes "
+                "them; expected one; set it, or take eval.answers out",
+                code="eval.answers.every/eval.answers.rewards/eval.metrics",
+            )
         return None
     # the writer has the rewards; every rank has the prompts and the engine
     parts = read_parts(config.rewards, RESERVED)
     reward_set = None
-    if trainer.ranks.is_writer:
+    if trainer.ranks.is_writer and parts:
         device = trainer.ranks.device if trainer.ranks.size > 1 else None
         own = partial(open_rater, device=device)
         reward_set = open_rewards(config.rewards, reserved=RESERVED, open_rater=own)
@@ -398,22 +468,32 @@ def build_answering(
         require_scorable(rows, reward_set, config.max_errors)
     engine = make_engine(config=config.local)
     require_usable([row.as_prompt() for row in rows], engine.context)
-    return Answering(
-        config, rows, [part.label for part in parts], reward_set, engine, trainer, left_out
-    )
+    right = [to_reward_input(row, row.references[0]) for row in rows if row.references]
+    if right:  # metrics are tried on one
+        values_of(custom, right[:1], trainer.ranks)
+    labels = [part.label for part in parts]
+    return Answering(config, rows, labels, reward_set, engine, trainer, left_out, custom)
 
 
-def held_out(rows: Rows, every: int, trainer: Trainer) -> Evaluation:
-    """The loss and its metrics, measured on held-out rows."""
-    measured = rows.data.fingerprint[:16]
-    names = ["loss", *trainer.source.loss.best_by]
-    return Evaluation("eval.every", every, names, measured, HeldOut(rows, trainer))
+def held_out(
+    rows: Rows, every: int | str, trainer: Trainer, custom: Sequence[CustomMetric] = ()
+) -> Evaluation:
+    """The loss and its metrics, measured on held-out rows. ``custom``: the user's metrics of tokens."""
+    if custom:  # tried, as if every target were predicted
+        sample = samples_of(rows.trees([0]))[0]
+        target_N, zero_N = sample.ids_T[sample.target_at_N], np.zeros(sample.num_targets)
+        tried = HeldOutSample(sample.id, sample.ids_T, target_N, zero_N, target_N)
+        values_of(custom, [tried], trainer.ranks)
+    names = ["loss", *trainer.source.loss.best_by, *(own.name for own in custom)]
+    measured, cadence = rows.data.fingerprint[:16], Cadence(every, trainer)
+    measure = HeldOut(rows, trainer, custom)
+    return Evaluation("eval.every", cadence, names, measured, measure, custom)
 
 
 def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
     """The evaluation that measures ``metric``. Raises ConfigError where none does, or only at the end."""
     chosen = next((evaluation for evaluation in evaluations if metric in evaluation.names), None)
-    if chosen is not None and chosen.every:
+    if chosen is not None and chosen.cadence.every:
         return chosen
     names = [name for evaluation in evaluations for name in evaluation.names]
     fault = (
@@ -425,7 +505,7 @@ def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
             f"eval.best={metric} and {chosen.key}=0: it is measured at the end only, when the best is model/; expected "
             f"several evaluations; set {chosen.key}"
         )
-    raise ConfigError(fault)
+    raise ConfigError(fault, code=f"eval.best/{chosen.key}" if chosen is not None else "eval.best")
 
 
 def _load_rows(
@@ -434,8 +514,9 @@ def _load_rows(
     """The prompts, and those left out because they are empty or their pictures cannot be read."""
     requested = data.eval if config.data is None else config.data
     if not requested:
+        key = "eval.answers.rewards" if config.rewards else "eval.metrics"
         raise ConfigError(
-            "eval.answers.rewards is set without data to ask: neither eval.answers.data nor data.eval is set; set "
+            f"{key} is set without data to ask: neither eval.answers.data nor data.eval is set; set "
             "eval.answers.data=FILE.jsonl"
         )
     # equally many prompts of each source

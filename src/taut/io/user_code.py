@@ -29,7 +29,7 @@ import re
 import sys
 import traceback
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -38,7 +38,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from taut.errors import ConfigError
+from taut.errors import ConfigError, UserCodeError
 from taut.io import files, plugins
 
 GIVEN = "python-"
@@ -122,6 +122,16 @@ class UserCode:
         sys.modules[module.__name__] = module  # dataclasses look their module up by name
         exec(compile(self.source, str(self.path), "exec"), vars(module))
         return module
+
+    def call(self, expected: str, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        """Call what was loaded, of which this is ``expected``. Raises UserCodeError for any exception."""
+        try:
+            return function(*values, **named)
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise UserCodeError(
+                f"{self.label} raised {reason}{self.line_of(error)}; expected {expected}; correct it"
+            ) from error
 
     def line_of(self, error: BaseException) -> str:
         """`` (own.py:12)``, the last line of the file that an exception came through; empty if there is none."""

@@ -51,6 +51,7 @@ from taut.models.settings import (
     TokensConfig,
 )
 from taut.rewards.settings import RewardSpec
+from taut.rl.settings import OwnCode
 from taut.train.log.custom_sink import sink_files
 from taut.train.settings import (
     CheckpointConfig,
@@ -106,6 +107,7 @@ class RunConfig:
             "check",
             "checks",
             "log",
+            "hooks",
             "checkpoint",
             "contract",
             "save",
@@ -219,6 +221,8 @@ class RunConfig:
     """Continue from the newest checkpoint in out, or from step 1 if there is none; a finished run is left unchanged."""
     overwrite: bool = False
     """Replace the run in out."""
+    hooks: list[OwnCode] = field(default_factory=list)
+    """Objects of your own that get every event and may end the run, FILE.py:Class each (docs/reports.md)."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
@@ -251,9 +255,12 @@ class RunConfig:
         frozen_dtype=checkpoint excludes lora.dora=true: it reads these weights
         quantize needs lora.rank[is_on]: rounded weights cannot be updated, adapters next to them can
         quantize excludes lora.dora=true lora.init=pissa[starts_at_weights]: it reads the weights themselves
-        eval.answers.every[is_asked_for] needs eval.answers.rewards=exact_match[rewards] where method[!has_rewards]:
-            nothing else judges the answers
+        eval.answers.every[is_asked_for] needs eval.answers.rewards=exact_match[rewards] eval.metrics
+            where method[!has_rewards]: nothing else judges the answers
         data.streaming=true[is_stream] needs steps: there is no epoch after which the run ends
+        data.streaming=true[is_stream] excludes eval.every=1epoch[counts_epochs]
+            eval.answers.every=1epoch[counts_epochs] checkpoint.every=1epoch[counts_epochs]: a stream has no epochs
+        eval.stop_after needs data.eval eval.answers.data: there is nothing to measure it on
         data.streaming=true[is_stream] excludes method[generates]: all prompts are read before the first step
         data.streaming=true[is_stream] excludes batch.group_prefixes=true: all rows are compared with each other
         data.streaming=true[is_stream] excludes batch.tokens_per_step: it needs the lengths of all rows
@@ -510,6 +517,7 @@ class RunConfig:
             *input_paths(questions),
             *map(str, files_of(answers.rewards)),
             *map(str, sink_files(self.log.sinks)),
+            *(spec.rpartition(":")[0] for spec in [*self.hooks, *self.eval.metrics]),
             *files_read(answers.rewards),
         ]
 

@@ -8,11 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from taut.config import configclass, home_path
+from taut.config import Every, configclass, home_path
 from taut.conflicts import conflict
 from taut.evals.settings import AnswersConfig
 from taut.inference.settings import EndpointConfig
 from taut.losses.settings import DivergenceConfig
+from taut.rl.settings import OwnCode
+from taut.train.settings import Repeated
 
 PROMPT, PRIVILEGED = "{prompt}", "{privileged}"
 
@@ -35,15 +37,26 @@ class MayChange(NamedTuple):
 
 
 @configclass
-class EvalConfig:
+class EvalConfig(Repeated):
     """Evaluation during training. The end of a run is always evaluated as well."""
 
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations; 0 evaluates only at the end."""
+    every: Every = 0
+    """Steps between evaluations, or a text: 0.5 epochs, 30 minutes; 0 evaluates only at the end."""
     best: str | None = None
-    """Keep the best model so far in out/best, by this metric: loss, stopped, a reward's name, NAME_pass_K, or for data
-    with judged answers rewards/accuracy, rewards/margin, accuracy, score/margin."""
+    """Keep the best model so far in out/best, by this metric: loss, stopped, the name of a reward or of one of metrics,
+    NAME_pass_K, or for data with judged answers rewards/accuracy, rewards/margin, accuracy, score/margin."""
+    metrics: list[OwnCode] = field(default_factory=list)
+    """Metrics of your own, FILE.py:function each, of the tokens of data.eval or of generated answers (docs/eval.md)."""
+    stop_after: Annotated[int, Field(ge=0)] = 0
+    """Early stopping: end the run after this many evaluations in a row without a better value of ``best``; 0: never."""
     answers: AnswersConfig = field(default_factory=AnswersConfig)
+
+    rules: ClassVar[str] = """
+        stop_after needs best: it is the value of which one has to be better
+        stop_after needs every answers.every: nothing is measured before the end
+        stop_after excludes every=10minutes[counts_minutes] answers.every=10minutes[counts_minutes]: the step at which
+            the run ends would depend on the speed of the machine
+    """
 
 
 @configclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from typing_extensions import TypedDict
 
@@ -85,6 +86,11 @@ class Offline(FromData):
         return self.order.cursor(step, self.epochs)
 
     @property
+    def epoch_size(self) -> int:
+        """Samples in an epoch."""
+        return self.order.epoch_size
+
+    @property
     def state(self) -> None:
         """Return None: a resumed run needs only the cursor."""
 
@@ -114,6 +120,8 @@ class Streamed(FromData):
     mismatched_length: int | None = None
     get_trainer: Callable[[], Trainer] | None = None
     """Returns the trainer; None if nothing is trained."""
+    epoch_size: ClassVar[int] = 0
+    """A stream has no epochs, and RunConfig refuses what counts them."""
 
     def rows_at(self, step: int) -> tuple[Rows, list[int]]:
         start, stop = self.cursor(step - 1).samples, self.cursor(step).samples

@@ -176,8 +176,9 @@ class Scorer(nn.Module):
         if linear_N is not None:
             (linear_N,) = to_device([linear_N], self.device)
         spec = replace(head(self.model), temperature=wants.temperature)
+        target_N = packed.target_N
         scores = score_hidden(
-            hidden_ND, packed.target_N, spec, linear_N, wants.entropy, teacher_scores
+            hidden_ND, target_N, spec, linear_N, wants.entropy, teacher_scores, wants.predicted
         )
         if teacher_scores is not None:
             teacher_scores.close()
@@ -220,22 +221,26 @@ def score_hidden(
     linear_N: Tensor | None = None,
     with_entropy: bool = False,
     teacher: TeacherScores | None = None,
+    with_predicted: bool = False,
 ) -> Scores:
     """The head alone: predictors' hidden states -> scores of the targets. With a teacher ``linear_N`` is [2, N] or
-    [1, N].
+    [1, N]; predicted tokens are for evaluation, without it.
     """
     rows = None if spec.rows is None else spec.rows.weight_RD
     inputs = (hidden_ND, spec.weight, spec.bias, rows)
-    if linear_N is None and teacher is None:
+    if linear_N is None and teacher is None and not with_predicted:
         logp_N, entropy_N = _Head.apply(*inputs, spec, target_N, with_entropy)  # type: ignore[no-untyped-call]
         return Scores(logp_N, entropy_N if with_entropy else None)
     assert not with_entropy, (
         "entropy is computed neither with a divergence nor where the gradient is formed in the forward"
     )
     if linear_N is None:
+        predicted_N = torch.empty_like(target_N) if with_predicted else None
         with torch.no_grad():
-            logp_N, divergence_N = _by_chunks(Chunks(*inputs, spec), target_N, teacher)
-        return Scores(logp_N, divergence_N=divergence_N)
+            logp_N, divergence_N = _by_chunks(
+                Chunks(*inputs, spec), target_N, teacher, predicted=predicted_N
+            )
+        return Scores(logp_N, divergence_N=divergence_N, predicted_N=predicted_N)
     total, logp_N, divergence_N = LinearHead.apply(*inputs, spec, target_N, linear_N, teacher)  # type: ignore[no-untyped-call]
     return Scores(logp_N, linear_sum=total, divergence_N=divergence_N)
 
@@ -497,14 +502,19 @@ def _by_chunks(
     teacher: TeacherScores | None,
     linear: Tensor | None = None,
     sums: Sums | None = None,
+    predicted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """logp of every target, and its divergence from a teacher; with ``linear``, their gradient is added to ``sums``."""
+    """logp of every target, and its divergence from a teacher; with ``linear``, their gradient is added to ``sums``.
+    The likeliest tokens are written to ``predicted``.
+    """
     logp = chunks.hidden.new_empty(target.shape[0], dtype=chunks.wide)
     divergence = None if teacher is None else torch.empty_like(logp)
     for rows in chunks.slices_of(None if teacher is None else teacher.chunk_rows):
         z = chunks.logits(rows)
         every = chunks.log_probs(z)
         logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
+        if predicted is not None:
+            predicted[rows] = every.argmax(1)
         grad = None  # of the divergence, on the rows of the vocabulary that are compared
         if teacher is not None and divergence is not None:
             temperature, num_rows, s = teacher.how.temperature, teacher.num_rows, every

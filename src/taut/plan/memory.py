@@ -235,8 +235,7 @@ def _loading(models: Sequence[ModelFootprint], num_shards: int) -> int:
 
 def stages(config: CheckpointConfig, num_steps: int | None) -> bool:
     """Whether a run allocates buffers for its checkpoints."""
-    saves_between = config.every > 0 and (num_steps is None or config.every < num_steps)
-    return config.background and (config.keep_best or saves_between)
+    return config.background and (config.keep_best or config.saves_before(num_steps))
 
 
 def device_memory(device: torch.device) -> int:

@@ -82,13 +82,7 @@ def _called(
 ) -> list[Tensor]:
     """Return the function's advantages as [N] for each sample. Raises UserCodeError."""
     lengths = outcomes.length_S.tolist()
-    try:
-        value = function(outcomes)
-    except Exception as error:  # the user's code may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserCodeError(
-            f"{code.label} raised {reason}{code.line_of(error)}; expected advantages; correct it"
-        ) from error
+    value = code.call("advantages", function, outcomes)
     wanted = "expected a tensor [S], or a list with a tensor [N] for each sample; return that"
     problem = ""
     if isinstance(value, Tensor) and value.shape == (len(lengths),):

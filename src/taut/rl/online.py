@@ -247,6 +247,11 @@ class Online:
         phases = -(-step // self.config.updates)
         return Cursor(step, self.order.cursor(phases).samples)
 
+    @property
+    def epoch_size(self) -> int:
+        """Prompts in an epoch."""
+        return self.order.epoch_size
+
     def open(self) -> Sequence[Decision]:
         """Open engine, rewards, environment and teachers."""
         teachers = () if self.teachers is None else self.teachers.decisions

@@ -60,6 +60,8 @@ class Result:
     """Why the run has learned nothing; None where it has learned something. Its model is saved."""
     failure: str | None = None
     """``learned_nothing`` where the command ends with exit code 1 for it (loss_monitor.nothing_learned)."""
+    ended_early: str | None = None
+    """Why the run ended before its last step; None where it did not."""
     notice: str | None = None
     """A message for the user: that the run was finished already."""
 
@@ -100,6 +102,7 @@ class Result:
             ("training loss", self.loss),
             *((f"held-out {name}", value) for name, value in self.metrics.items()),
             ("stops", self.stops),
+            ("ended early", self.ended_early),
             ("failure", self.failure),
             ("warning", self.warning),
             ("notice", self.notice),
@@ -115,6 +118,7 @@ def result_of_finished(run: RunConfig, out: Path, end: Finish) -> Result:
         "raise steps or epochs to train on"
     )
     result = Result(out, model, end["step"], end["loss"], end["metrics"], None, notice=notice)
+    result = replace(result, ended_early=end.get("ended_early"))
     return result.judged(run, end.get("learned_nothing"))
 
 
@@ -187,9 +191,9 @@ def end_stopped(
         else:
             kept = "nothing was to be saved: the first step was not over"
     elif (
-        # outside of the model: an engine, a reward, a monitor's limit, a prompt
+        # outside of the model: an engine, a reward, a monitor's limit, a prompt, a hook
         isinstance(error, EngineError | CheckFailed | ConfigError | DataError | UserCodeError)
-        and built.run.generates
+        and (built.run.generates or isinstance(error, UserCodeError))
         and ranks.size == 1
         and 0 < trainer.done < trainer.num_steps
     ):

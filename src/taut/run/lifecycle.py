@@ -31,9 +31,10 @@ from taut.config import to_dict
 from taut.data.render.tokens import token_bytes
 from taut.data.stream import StreamDataset
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, OutputError, TautError
+from taut.evals.custom_metrics import TAKES, read_metrics
 from taut.evals.stopping import StopCheck, prepare, unasked
 from taut.evals.training_evals import (
-    Best,
+    RESERVED,
     Evaluations,
     build_answering,
     drop_after,
@@ -61,8 +62,10 @@ from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
 from taut.run.setup import Built, build
 from taut.run.start import Start, begin, look
 from taut.train import distributed
+from taut.train.cadence import Cadence
 from taut.train.checkpoint import Checkpoints, Memory
 from taut.train.distributed import Ranks
+from taut.train.hooks import Hooks, open_hooks
 from taut.train.log import RunLog
 from taut.train.log.custom_sink import load_sinks
 from taut.train.monitors import ChangedSources, Divergence, Spikes, Untouched
@@ -117,7 +120,13 @@ class Prepared:
     """The fields of an event for each check that was asked."""
     evaluations: Evaluations
     stop_check: StopCheck
+    hooks: Hooks
     suggest_settings: Callable[[int | None], str]
+
+    def why_over(self) -> str | None:
+        """Why the run ends before its last step, the same on all ranks; None if it goes on."""
+        best = self.evaluations.best
+        return (best and best.why_over) or self.hooks.why_over
 
 
 def train(run: RunConfig, advisers: Advisers) -> Result:
@@ -162,6 +171,7 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
                 # build: a rank without room for the models raises; the others wait in a barrier, which is no collective
                 suggest = partial(advisers.suggest_settings, run, inputs, ranks)
                 log = RunLog(custom=load_sinks(run.log.sinks))
+                hooks = open_hooks(run.hooks, ranks, out, to_dict(run))
                 ranks.doing("loading the model")
                 built = require_room(
                     partial(build, run, inputs, start.plan, ranks, log.emit, interrupts),
@@ -180,7 +190,7 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
                 answers = [event for one in asked if one is not None for event in one.as_events()]
                 keep_reference(built)
                 prepared = Prepared(
-                    built, start, lock, log, answers, evaluations, stop_check, suggest
+                    built, start, lock, log, answers, evaluations, stop_check, hooks, suggest
                 )
 
                 # from here on a signal saves the state
@@ -199,23 +209,44 @@ def prepare_evaluations(built: Built, out: Path) -> Evaluations:
     """Prepare the measurements during training and at its end. Raises TautError for one that would fail later."""
     run, inputs, trainer = built.run, built.inputs, built.trainer
     measures = []
+    custom = read_metrics(run.eval.metrics, trainer.ranks)
+    of_samples, of_answers = (
+        [metric for metric in custom if metric.takes == name] for name in TAKES
+    )
 
     # held-out loss
+    if of_samples and (inputs.eval is None or run.generates or run.has_scalar_head):
+        raise ConfigError(
+            f"{of_samples[0].code.label}: it takes samples of data.eval, and this run learns none; expected data.eval "
+            "in a method that learns its answers; set it, or take answers that the model generates",
+            code="eval.metrics/data.eval",
+        )
     if inputs.eval is not None and not run.generates:
-        measures.append(held_out(run.rows_of(inputs.eval), run.eval.every, trainer))
+        measures.append(held_out(run.rows_of(inputs.eval), run.eval.every, trainer, of_samples))
 
     # rewards of answers to held-out prompts
-    if run.has_scalar_head and run.eval.answers.rewards:
+    if run.has_scalar_head and (run.eval.answers.rewards or of_answers):
         raise ConfigError(
-            "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
+            "eval.answers.rewards or eval.metrics is set and a reward model writes no answers; expected none; take the "
+            "key out"
         )
     make_engine = engine_of(inputs, built.models, trainer.ranks)
+    answers = run.held_out_answers
     answering = build_answering(
-        run.held_out_answers, run.data, inputs.renderer, make_engine, trainer, run.row_kind
+        answers, run.data, inputs.renderer, make_engine, trainer, run.row_kind, of_answers
     )
     if answering is not None:
         measures.append(answering.as_evaluation())
         built.opened.extend(d for d in answering.decisions if d not in built.decisions)
+
+    # one value by a name
+    names = [*RESERVED, *(name for one in measures for name in one.names)]
+    for metric in custom:
+        if names.count(metric.name) > 1:
+            raise ConfigError(
+                f"{metric.code.label}: another value is called {metric.name}; expected a name of its own; rename it",
+                code="eval.metrics",
+            )
 
     # the best model by one of them
     if run.eval.best is None:
@@ -225,10 +256,11 @@ def prepare_evaluations(built: Built, out: Path) -> Evaluations:
                 "set eval.best"
             )
         return Evaluations(measures, trainer.num_steps, None)
-    measured = require_best(run.eval.best, measures).measured
+    chosen = require_best(run.eval.best, measures)
+    best = chosen.best(run.eval.best, out / BEST, partial(save_best, built), trainer)
     if run.resume:
-        require_same_measure(out / BEST, run.eval.best, measured)
-    best = Best(run.eval.best, measured, out / BEST, partial(save_best, built), trainer)
+        require_same_measure(out / BEST, run.eval.best, best.measured)
+    best.stop_after = run.eval.stop_after
     return Evaluations(measures, trainer.num_steps, best)
 
 
@@ -254,8 +286,8 @@ def execute(prepared: Prepared) -> Result:
         claim_out(built, start, lock)
     trainer.ranks.barrier()
     recorder = trainer.recorder
-    with log.open(out, run.log, is_writer=trainer.ranks.is_writer, listener=recorder):
-        checkpoints = build_checkpoints(built, out, start, prepared.evaluations)
+    with log.open(out, run.log, [recorder, prepared.hooks], is_writer=trainer.ranks.is_writer):
+        checkpoints = build_checkpoints(prepared)
         try:
             emit_start(built, prepared.answers)
             vocabulary = partial(token_bytes, built.inputs.renderer.tokenizer)
@@ -306,11 +338,10 @@ def claim_out(built: Built, start: Start, lock: Lock) -> None:
     claim(out, resolved, overwrite=run.overwrite)
 
 
-def build_checkpoints(
-    built: Built, out: Path, start: Start, evaluations: Evaluations
-) -> Checkpoints:
+def build_checkpoints(prepared: Prepared) -> Checkpoints:
     """The checkpoints of a run, with every part whose state they hold beside the tensors."""
-    trainer, best = built.trainer, evaluations.best
+    built, start, best = prepared.built, prepared.start, prepared.evaluations.best
+    trainer = built.trainer
     memories: dict[str, Memory] = {
         type(monitor).__name__: monitor
         for monitor in trainer.monitors
@@ -321,9 +352,12 @@ def build_checkpoints(
         memories[kind] = trainer.source.state
     if best is not None:
         memories["best"] = best
+    if prepared.hooks.all:
+        memories["hooks"] = prepared.hooks
     return Checkpoints(
-        folder=out / CHECKPOINTS,
+        folder=prepared.lock.out / CHECKPOINTS,
         config=built.run.checkpoint,
+        is_due=Cadence(built.run.checkpoint.every, trainer).is_due,
         scorer=built.scorer,
         optimizer=trainer.optimizer,
         num_steps=trainer.num_steps,
@@ -337,6 +371,7 @@ def build_checkpoints(
         memories=memories,
         best_step=lambda: None if best is None else best.step,
         sync_records=trainer.recorder.sync,
+        is_over=lambda: prepared.why_over() is not None,
         is_sound=lambda: not Divergence.of(trainer).is_suspected,
     )
 
@@ -375,7 +410,7 @@ def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
     trainer, run, began = built.trainer, built.run, time.perf_counter()
     questions = choose_goldens(built)
 
-    # train: after each step evaluate, look at the data files, save a checkpoint if one is due
+    # train: after each step evaluate, look at the data files, ask the hooks, save a checkpoint if one is due
     def measure(step: int) -> None:
         trainer.ranks.doing(f"evaluating after step {step}")
         with trainer.interrupts.at_once(trainer.ranks):
@@ -383,7 +418,7 @@ def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
 
     data = [built.inputs.train, *([built.inputs.eval] if built.inputs.eval is not None else [])]
     watch = ChangedSources(data, trainer)
-    after_step: list[Callable[[int], None]] = [measure, watch, checkpoints]
+    after_step: list[Callable[[int], None]] = [measure, watch, prepared.hooks.agree, checkpoints]
     if isinstance(source := trainer.source, Streamed):
 
         def leave(step: int) -> None:
@@ -393,13 +428,15 @@ def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
             source.leave(step, min(kept, default=0 if run.checkpoint.every else step))
 
         after_step.append(leave)
-    run_steps(trainer, after_step)
+    run_steps(trainer, after_step, prepared.why_over)
+    ended_early = prepared.why_over() if trainer.done < trainer.num_steps else None
 
     # finish: measure the last weights. What fails here leaves the training state, and no model
     trainer.ranks.doing("evaluating at the end")
     with trainer.interrupts.at_once(trainer.ranks):
         try:
-            metrics = evaluations.at_end()
+            metrics = evaluations.at_end(trainer.done)
+            prepared.hooks.agree()
             trainer.ranks.doing("testing whether answers end")
             stops = prepared.stop_check()
         except OutOfMemory:
@@ -437,7 +474,8 @@ def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
         stop=stops.as_fields() if stops is not None else None,
         divergence=divergence,
         **({} if why is None else {"learned_nothing": why}),
+        **({} if ended_early is None else {"ended_early": ended_early}),
         fetched=[fetcher.as_fields() for fetcher in built.inputs.train.fetchers],
     )
     result = Result(out, model, trainer.done, trainer.loss, metrics, stops, divergence)
-    return result.judged(run, why)
+    return replace(result, ended_early=ended_early).judged(run, why)

@@ -15,7 +15,7 @@ import pydantic
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from taut.config import first_problem
+from taut.config import first_problem, to_dict
 from taut.data.order import Cursor
 from taut.errors import ConfigError, OutputError
 from taut.methods.inputs import Inputs, Plan
@@ -40,6 +40,7 @@ class Finish(TypedDict):
     loss: float
     metrics: dict[str, Any]
     learned_nothing: NotRequired[str]
+    ended_early: NotRequired[str]
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,14 @@ def look(
         _choose_cpu_matmul(run, ranks, {})
         return Start(run.plan(inputs.train), fingerprint.identity_of(run, inputs, ranks))
 
-    # a finished run, unless it is given more steps
+    # a finished run, unless it is given more steps, or ended early for a reason that no longer holds
     end = _finish(out, run.save.result)
     if end is not None:
         plan = _plan(run, inputs, Cursor(*end["cursor"]), out)
-        if plan.num_steps == end["step"]:
+        now = {**to_dict(run), "num_steps": plan.num_steps}
+        then = {**before.get("config", {}), "num_steps": before.get("num_steps")}
+        is_alike = all(then.get(key) == now[key] for key in ("num_steps", "eval", "hooks"))
+        if plan.num_steps == end["step"] or ("ended_early" in end and is_alike):
             if "identity" not in before:
                 raise OutputError(
                     f"{out / MARK} has no 'identity'; expected what the run wrote; bring it back from a copy"
@@ -200,7 +204,7 @@ def begin(built: Built, start: Start, out: Path, checkpoints: Checkpoints) -> No
     use_budget(trainer, from_step, is_reported=True)
 
     # the log: from here on the events of later steps are revoked
-    is_at_end = from_step == trainer.num_steps  # what is measured there comes after its checkpoint
+    is_at_end = checkpoints.is_end(from_step)  # what is measured there comes after its checkpoint
     trainer.emit("resume", from_step=from_step, is_measured=is_measured and not is_at_end)
     for text in start.damaged:
         trainer.emit(

@@ -271,7 +271,7 @@ def _state_at_end(end: Event | None, out: Path) -> tuple[State, str | None]:
         result = Path(end.get("model") or MODEL).name  # or the adapter
         if not (out / result).is_dir():
             return "stopped", f"finished, but {result}/ is gone"
-        return outcome, end.get("learned_nothing")
+        return outcome, end.get("learned_nothing") or end.get("ended_early")
     if outcome in ("interrupted", "stopped"):
         state: State = "interrupted" if outcome == "interrupted" else "stopped"
         return state, str(reason)

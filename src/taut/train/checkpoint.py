@@ -113,6 +113,8 @@ class Checkpoints:
 
     folder: Path
     config: CheckpointConfig
+    is_due: Callable[[int], bool]
+    """Whether a checkpoint is due after a step; called on all ranks (taut/train/cadence.py)."""
     scorer: nn.Module
     optimizer: torch.optim.Optimizer
     num_steps: int
@@ -124,6 +126,8 @@ class Checkpoints:
     best_step: Callable[[], int | None] = lambda: None
     sync_records: Callable[[], None] = lambda: None
     """Called before a checkpoint is written: forces recorded tables to the disk."""
+    is_over: Callable[[], bool] = lambda: False
+    """Whether the run ends before its last step."""
     is_sound: Callable[[], bool] = lambda: True
     """Whether the state looks sound; if not, no checkpoint is due before the last step."""
     saved_step: int | None = None
@@ -162,7 +166,7 @@ class Checkpoints:
                     f"{free / 1e9:.2f} GB are free; expected room for them; free some, or set checkpoint.keep or "
                     "checkpoint.every=0"
                 )
-        saves_while_training = keep_best or every < self.num_steps
+        saves_while_training = keep_best or self.config.saves_before(self.num_steps)
         if self.config.background and saves_while_training:
             self._room = self._thread.submit(sharded.allocate, state)
 
@@ -171,11 +175,15 @@ class Checkpoints:
         pending, is_alone = self._pending, self.ranks.size == 1
         if pending is not None and pending.done() and (is_alone or not pending.exception()):
             self.settle()
-        every = self.config.every
-        is_end = step == self.num_steps
-        is_due = bool(every) and (is_end or (step % every == 0 and self.is_sound()))
+        is_due = self.is_due(step) and self.is_sound()
+        if self.is_end(step):
+            is_due = bool(self.config.every)
         if is_due or (self.config.keep_best and self.best_step() == step):
             self.save(step)
+
+    def is_end(self, step: int) -> bool:
+        """Whether the run ends with a step."""
+        return step == self.num_steps or self.is_over()
 
     def save(
         self,

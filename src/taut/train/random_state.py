@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -87,6 +89,16 @@ def restore(state: State, device: torch.device) -> None:
     torch.set_rng_state(_tensor(state["torch"]))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+
+
+@contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """Set the generators back at the end of the block, which runs code of the user."""
+    state = capture(device)
+    try:
+        yield
+    finally:
+        restore(state, device)
 
 
 def _text(array: np.ndarray[Any, Any]) -> str:

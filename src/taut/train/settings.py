@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from taut.config import Code, NotNegative, Positive, Share, configclass
+from taut.config import Code, Every, NotNegative, Positive, Share, configclass
 from taut.conflicts import conflict
 from taut.io import plugins
 from taut.io.extras import require
@@ -91,12 +91,28 @@ class Pace(NamedTuple):
     """Steps in which the part trains alone."""
 
 
+class Repeated:
+    """What sections with a key ``every`` say of it."""
+
+    every: Every
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether ``every`` is in epochs."""
+        return "epoch" in str(self.every)
+
+    @property
+    def counts_minutes(self) -> bool:
+        """Whether ``every`` is in minutes."""
+        return "minute" in str(self.every)
+
+
 @configclass
-class CheckpointConfig:
+class CheckpointConfig(Repeated):
     """When training state is saved. An interrupted run saves it in any case."""
 
-    every: Annotated[int, Field(ge=0)] = 500
-    """Steps between checkpoints; one more follows the last step. 0 disables both."""
+    every: Every = 500
+    """Steps between checkpoints, or a text: 30 minutes, 0.5 epochs. One more follows the last step. 0 disables both."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
@@ -109,7 +125,13 @@ class CheckpointConfig:
     def max_count(self, num_steps: int) -> int:
         """Most checkpoints at a time, including the one being written."""
         count = self.keep + self.keep_best + 1
-        return min(count, -(-num_steps // self.every)) if self.every else count
+        if isinstance(self.every, str) or not self.every:
+            return count
+        return min(count, -(-num_steps // self.every))
+
+    def saves_before(self, num_steps: int | None) -> bool:
+        """Whether a checkpoint may be due before the last step. None: an unknown number of steps."""
+        return isinstance(self.every, str) or 0 < self.every < (num_steps or self.every + 1)
 
 
 @configclass

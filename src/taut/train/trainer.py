@@ -78,6 +78,10 @@ class StepSource(Protocol):
     def cursor(self, step: int) -> Cursor:
         """The position in the data after a step: all that a resume needs beside the seed."""
 
+    @property
+    def epoch_size(self) -> int:
+        """The number of samples, as the cursor counts them, in a pass over the data."""
+
     def open(self) -> Sequence[Decision]:
         """Open the engine, rewards and other resources, so that a missing one is refused before training. Returns the
         decisions made on the way.
@@ -244,9 +248,14 @@ def restore_progress(trainer: Trainer, step: int, loss: float, *, is_measured: b
     trainer.loss = loss
 
 
-def run_steps(trainer: Trainer, after_step: Sequence[Callable[[int], None]] = ()) -> None:
+def run_steps(
+    trainer: Trainer,
+    after_step: Sequence[Callable[[int], None]] = (),
+    why_over: Callable[[], str | None] = lambda: None,
+) -> None:
     """Take all remaining steps. ``after_step``: called with each finished step, to evaluate and to save checkpoints.
-    Raises Interrupt; the step that was in progress is then undone.
+    ``why_over``: returns a reason, the same on every rank, where the run ends before its last step. Raises Interrupt;
+    the step that was in progress is then undone.
     """
     while True:
         trainer.random = random_state.capture(trainer.ranks.device)
@@ -254,7 +263,7 @@ def run_steps(trainer: Trainer, after_step: Sequence[Callable[[int], None]] = ()
             for act in after_step:
                 act(trainer.done)
             trainer.followed = trainer.done
-        elif trainer.done < trainer.num_steps:
+        elif trainer.done < trainer.num_steps and why_over() is None:
             _take_step(trainer, trainer.done + 1)
         else:
             return

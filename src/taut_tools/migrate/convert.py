@@ -27,7 +27,8 @@ from taut_tools.migrate.facts import Facts, count_processes
 from taut_tools.migrate.frameworks import tables_of, words
 from taut_tools.migrate.recipe import Recipe
 from taut_tools.migrate.topics.data import carry_data
-from taut_tools.migrate.topics.machine import carry_distribution, carry_reports, carry_saving
+from taut_tools.migrate.topics.evaluation import carry_evaluation
+from taut_tools.migrate.topics.machine import carry_distribution, carry_reports
 from taut_tools.migrate.topics.policy import carry_critic, carry_policy
 from taut_tools.migrate.topics.preferences import carry_preferences
 from taut_tools.migrate.topics.rewards import carry_rewards
@@ -126,10 +127,10 @@ def convert(recipe: Recipe, facts: Facts, requested_processes: int | None = None
     carry_frozen(draft)
     carry_pictures(draft)
     carry_precision(draft)
-    # The machine, and last the topics of the method.
+    # The machine, evaluation, and last the topics of the method.
     carry_distribution(draft)
     carry_reports(draft)
-    carry_saving(draft)
+    carry_evaluation(draft)
     for carry in BY_METHOD.get(draft.method, ()):
         carry(draft)
     return draft.finish()

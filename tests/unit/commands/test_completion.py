@@ -40,7 +40,7 @@ def test_commands_keys_and_values() -> None:
 
 
 def test_groups_of_the_help() -> None:
-    assert offered("sft", "--h") == ["--help"]
+    assert offered("sft", "--he") == ["--help"]
     assert {"general", "optim", "all"} <= set(offered("sft", "--help", ""))
     assert offered("sft", "--help", "opt") == ["optim"]
 

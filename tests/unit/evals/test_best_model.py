@@ -18,7 +18,7 @@ from taut.train.distributed import Ranks
 from taut.train.trainer import Trainer
 
 
-def make(directory: Path, metric: str = "exact_match") -> Best:
+def make(directory: Path, metric: str = "exact_match", stop_after: int = 0) -> Best:
     """A keeper whose models are empty directories."""
 
     def save(folder: Path, finish: Callable[[Path], None]) -> None:
@@ -30,7 +30,7 @@ def make(directory: Path, metric: str = "exact_match") -> Best:
     trainer = SimpleNamespace(
         ranks=ranks, emit=lambda kind, **fields: told.append(fields), told=told
     )
-    return Best(metric, "m", directory, save, cast(Trainer, trainer))
+    return Best(metric, "m", directory, save, cast(Trainer, trainer), stop_after=stop_after)
 
 
 def steps_kept(best: Best, values: list[float]) -> list[int]:
@@ -80,6 +80,30 @@ def test_a_resumed_run_keeps_what_was_better(tmp_path: Path) -> None:
     for step, value in ((2, 0.4), (3, 0.5), (4, 0.7)):
         again.consider(step, {"exact_match": value})
     assert [fields["step"] for fields in cast(Any, again.trainer).told] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("values", "stale"),
+    [
+        ([0.5, 0.5, 0.4], [0, 1, 2]),
+        ([0.5, 0.4, 0.6, 0.1], [0, 1, 0, 1]),
+        ([math.nan, math.nan, 0.1], [1, 2, 0]),
+    ],
+)
+def test_evaluations_without_a_better_value_are_counted(
+    values: list[float], stale: list[int], tmp_path: Path
+) -> None:
+    """Also by a run that is resumed after any of them, and measures that one again."""
+    best, again = make(tmp_path / "one", stop_after=2), make(tmp_path / "one", stop_after=2)
+    for step, (value, wanted) in enumerate(zip(values, stale, strict=True), 1):
+        for one in (best, again):
+            one.consider(step, {"exact_match": value})
+            assert one.stale == wanted
+            assert (one.why_over is not None) == (wanted == 2)
+        again = make(tmp_path / "one", stop_after=2)
+        again.recall(json.loads(json.dumps(best.remember())))
+        again.consider(step, {"exact_match": value})
+        assert (again.stale, again.why_over) == (wanted, best.why_over)
 
 
 def test_what_was_measured_otherwise_is_not_recalled(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.helpers.tiny_trainers import make
 from taut.errors import OutputError
 from taut.io import files
 from taut.train import sharded
+from taut.train.cadence import Cadence
 from taut.train.checkpoint import Checkpoints, find_newest, set_aside
 from taut.train.run_dir import LATEST, MARK, complete
 from taut.train.settings import CheckpointConfig
@@ -55,7 +56,8 @@ def opened(
 ) -> Iterator[Checkpoints]:
     chosen = CheckpointConfig(**config)
     saver = Checkpoints(
-        out / "checkpoints", chosen, trainer.scorer, trainer.optimizer, num_steps, trainer.ranks, trainer.emit,
+        out / "checkpoints", chosen, Cadence(chosen.every, trainer).is_due, trainer.scorer, trainer.optimizer,
+        num_steps, trainer.ranks, trainer.emit,
         notes=lambda step: {
             "cursor": [step, 6 * step], "loss": 1.0, "identity": {"config": {}}
         },

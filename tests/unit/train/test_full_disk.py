@@ -64,8 +64,8 @@ def test_a_checkpoint_and_the_next_one(tmp_path: Path) -> None:
     out.mkdir()
     (out / MARK).write_text("{}")
     saver = Checkpoints(
-        out / "checkpoints", CheckpointConfig(every=1), trainer.scorer, trainer.optimizer, 9, trainer.ranks,
-        trainer.emit, notes=lambda step: {},
+        out / "checkpoints", CheckpointConfig(every=1), lambda step: True, trainer.scorer, trainer.optimizer, 9,
+        trainer.ranks, trainer.emit, notes=lambda step: {},
     )  # fmt: skip
     saver.save(1, wait=True)
     refused(lambda: saver.save(2, wait=True), 1000)

@@ -62,15 +62,19 @@ class RunLog:
         self._custom = custom
 
     def open(
-        self, out: Path, config: LogConfig, *, is_writer: bool = True, listener: Sink | None = None
+        self,
+        out: Path,
+        config: LogConfig,
+        listeners: Sequence[Sink] = (),
+        *,
+        is_writer: bool = True,
     ) -> Self:
-        """Open the sinks of a run in ``out``; on the ranks that do not write, ``listener`` alone. Events can be emitted
-        from then on.
+        """Open the sinks of a run in ``out``; on the ranks that do not write, ``listeners`` alone. Events can be
+        emitted from then on.
         """
         assert not self._is_open, "a log is opened once"
         self._is_open = True
-        if listener is not None:
-            self._sinks.append(listener)
+        self._sinks += listeners
         if not is_writer:
             return self
         # optional reports, then the record

@@ -68,7 +68,7 @@ POLICY_GRADIENT = "advantage/size"
 UPDATED = ("kl", "old/kl", "clip/low", "clip/high", "entropy", "entropy_estimate", POLICY_GRADIENT)
 """Fields of a step that trains on rollouts, from which a line is made."""
 
-SUMMARIZED = ("loss", "eval_loss", "model", "divergence", "learned_nothing", "reason")
+LISTED = ("loss", "eval_loss", "model", "divergence", "learned_nothing", "ended_early", "reason")
 """Fields of the last event that the summary shows, and the reason of an early end, which the command prints."""
 
 WIDTH = 60
@@ -294,6 +294,8 @@ class ConsoleReport:
     def _show_end(self, event: Event) -> None:
         self.close()
         rows = summary(self._steps, self._evals, self._rollouts) if self._steps else []
+        if event.get("ended_early"):
+            rows.append(("ended", f"after step {event['step']}: {event['ended_early']}"))
         if event.get("divergence"):
             rows.append(("divergence", f"may have diverged: {event['divergence']}"))
         if event.get("learned_nothing"):
@@ -306,12 +308,14 @@ class ConsoleReport:
             rows.append(("model", event["model"]))
         if self._best is not None:
             step, value = self._best["step"], number(self._best["value"])
-            rows.append(
-                ("best", f"{self._best['path']}: {self._best['name']} {value} after step {step}")
-            )
+            text = f"{self._best['path']}: {self._best['name']} {value} after step {step}"
+            if event.get("model"):
+                same = step == event.get("step")
+                text += f"; {Path(event['model']).name}/ is {'it' if same else 'the last one'}"
+            rows.append(("best", text))
         if rows:
             self._print_rows(rows)
-        rest = fields_text({key: event[key] for key in event if key not in SUMMARIZED})
+        rest = fields_text({key: event[key] for key in event if key not in LISTED})
         if rest:
             self._print(rest)
 

@@ -11,6 +11,7 @@ from taut.io import files
 from taut_tools.migrate.dialects import find_near
 from taut_tools.migrate.draft import POLICY_METHODS, Draft, is_count, is_off, words_of
 from taut_tools.migrate.frameworks import words
+from taut_tools.migrate.topics.evaluation import OFFLINE_EVAL
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """Data files that taut reads."""
@@ -46,9 +47,6 @@ FACTORY_COLUMNS = {
     "rejected": "rejected",
     "kto_tag": "label",
 }
-OFFLINE_EVAL = ("sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward", "distill")
-"""Methods with a held-out loss, ``eval.every``."""
-
 ALL_ROWS = 10**6
 """OpenRLHF's default of data.max_samples for sft, dpo and rm."""
 
@@ -88,12 +86,6 @@ def _set_sources(draft: Draft, name: str, key: str, sources: list[Source], lacks
         draft.set(key, sources[0]["path"] if is_one_path else sources, name)
     else:
         draft.leave_open(key, lacks or "no data are named")
-
-
-def _set_eval_steps(draft: Draft, name: str) -> None:
-    steps = draft.value(name)
-    if is_count(steps) and draft.method in OFFLINE_EVAL and "data.eval" in draft.settings:
-        draft.set("eval.every", steps, name)
 
 
 def _hold_out(draft: Draft, name: str, sources: list[Source]) -> None:
@@ -172,7 +164,6 @@ def _carry_trl_name(draft: Draft) -> None:
         return
     held_out = source | {"split": draft.value("dataset_test_split", "test")}
     draft.set("data.eval", [held_out], *names)
-    _set_eval_steps(draft, "eval_steps")
 
 
 def _carry_mixture(draft: Draft, name: str) -> None:
@@ -245,14 +236,12 @@ def _carry_swift(draft: Draft) -> None:
         _set_sources(draft, name, key, sources)
         if key == "data.eval":
             draft.carried(["eval_strategy"], ["data.eval"])
-            _set_eval_steps(draft, "eval_steps")
         else:
             train = sources
     if is_evaluated or draft.value("eval_strategy") == "no":
         draft.needless("nothing is held out", "split_dataset_ratio")
     else:
         _hold_out(draft, "split_dataset_ratio", train)
-        _set_eval_steps(draft, "eval_steps")
     _carry_swift_columns(draft)
     draft.needless("fills in rows of swift/self-cognition only", "model_name", "model_author")
 
@@ -372,8 +361,6 @@ def _carry_openrlhf(draft: Draft) -> None:
             draft.carried(["data.max_samples"], ["data.train"])
         _set_sources(draft, name, key, sources, lacks)
         draft.carried([split_name], [key])
-        if key == "data.eval":
-            _set_eval_steps(draft, "eval_steps")
     _carry_openrlhf_columns(draft)
 
 
@@ -488,7 +475,6 @@ def _carry_llamafactory(draft: Draft) -> None:
         train = sources if key == "data.train" else train
     if draft.method in OFFLINE_EVAL:
         _hold_out(draft, "split_dataset_ratio", train)
-        _set_eval_steps(draft, "eval_steps")
     else:
         draft.needless("nothing is held out", "split_dataset_ratio")
     draft.carried(["dataset_dir"], ["data.train"])
@@ -548,7 +534,6 @@ def _carry_axolotl(draft: Draft) -> None:
         else:
             draft.needless("nothing that is generated has a held-out loss", "test_datasets")
     _hold_out(draft, "split_dataset_ratio", sources)
-    _set_eval_steps(draft, "eval_steps")
 
 
 def _axolotl_sources(draft: Draft, name: str) -> tuple[list[Source], list[str], set[str]]:

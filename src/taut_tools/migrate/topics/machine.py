@@ -1,4 +1,4 @@
-"""Carry sharding and offloading, reports, and saving."""
+"""Carry sharding and offloading, and reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from taut_tools.migrate.dialects import find_near
 from taut_tools.migrate.draft import (
     Draft,
-    is_count,
     is_off,
     words_of,
 )
@@ -112,12 +111,3 @@ def carry_reports(draft: Draft) -> None:
         why = f"{', '.join(others)}: a class of your own, log.sinks (docs/reports.md)"
         keys = before.keys if before is not None else ()
         draft.machine("; ".join([*keys, why]), "report_to")
-
-
-def carry_saving(draft: Draft) -> None:
-    """Carry the cadence of checkpoints, and how many are kept."""
-    steps, kept = draft.value("save_steps"), draft.value("save_total_limit")
-    if is_count(steps) and draft.value("save_strategy", "steps") == "steps":
-        draft.set("checkpoint.every", steps, "save_steps")
-    if is_count(kept):
-        draft.set("checkpoint.keep", kept, "save_total_limit")

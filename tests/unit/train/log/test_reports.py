@@ -520,9 +520,12 @@ def test_an_evaluation_by_generation_shows_its_numbers_and_some_answers() -> Non
         "held-out stopped      0.8750 -> 0.8750",
         "held-out loss         1.5000",
         "stops                 3 of 4 answers ended by themselves, expected 90%",
-        "best                  o/best: exact_match 0.5 after step 2",
+        "best                  o/best: exact_match 0.5 after step 2; model/ is the last one",
     ):
         assert line in text.splitlines(), text
+    text = told(START, step(1), step(2), best, {**end, "step": 2, "ended_early": "it was enough"})
+    assert "best      o/best: exact_match 0.5 after step 2; model/ is it" in text.splitlines()
+    assert "ended     after step 2: it was enough" in text.splitlines()
 
 
 def test_the_numbers_of_an_evaluation_by_generation_are_curves() -> None:
