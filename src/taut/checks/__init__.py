@@ -11,12 +11,15 @@ runs of other methods.
 from __future__ import annotations
 
 from taut.checks import (
+    answers,
     attention,
     chat_template,
     cluster,
     data,
     data_quality,
+    functions,
     loss,
+    measured,
     memory,
     micro_batches,
     model,
@@ -39,15 +42,18 @@ TOPICS = (
     data,
     micro_batches,
     data_quality,
+    answers,
     vision,
     model,
     weights,
     attention,
     loss,
+    measured,
     memory,
     optimizer,
     run,
     rollouts,
+    functions,
 )
 """Files of checks. If two checks could be asked next, the one in the earlier file is (``registry.merged``)."""
 CHECKS: dict[str, Check] = in_order(TOPICS)

@@ -219,7 +219,7 @@ class Marks(NamedTuple):
 class Graded(NamedTuple):
     """Answers to a row, and the rewards' values for them."""
 
-    row: PromptRow
+    asked: AnswersToJudge
     right: list[RewardResult]
     others: list[RewardResult]
     """Values for the answers of another row."""
@@ -252,25 +252,49 @@ def rewards_know_right_answers(session: Session) -> Finding:
     Rewards of form (``judges``) have to be computable on these answers, and a function of the user's has to give a
     number for one of them at least. If no reward judges correctness, nothing else is asked.
     """
+    graded = graded_rewards(session)
+    skip_if(not session.ranks.is_writer, "the first rank judges for all")
+    skip_if(not graded, "no rewards are set")
+    findings = [
+        judge_rewards(asked.reward_set, asked.graded, asked.max_errors, asked.key)
+        for asked in graded
+    ]
+    order = ("failed", "passed", "skipped")
+    return min(findings, key=lambda finding: order.index(finding.outcome))
+
+
+class GradedRewards(NamedTuple):
+    """A set of rewards, and what it says of right answers and wrong ones."""
+
+    key: str
+    """The table of the configuration that has ``rewards``; "" is the run itself, in which the total counts."""
+    reward_set: RewardSet
+    max_errors: float
+    graded: list[Graded]
+
+
+@once
+def graded_rewards(session: Session) -> list[GradedRewards]:
+    """The rewards of the run and of its evaluations; on the first rank, which judges for all."""
 
     def num_tokens(text: str) -> int:
         """With the token that ends it."""
         return len(session.tokenizer.encode(text, add_special_tokens=False)) + 1
 
-    findings = []
-    evaluated = session.run.eval.answers
+    found, evaluated = [], session.run.eval.answers
     asked: list[AnswersToJudge] = []
     if session.run.training_rewards:
         assert isinstance(session.train, PromptSet)
         asked = answers_to_judge(session.train.prompt_rows, num_tokens)
         if (rating := rollout_worker(session).rating) is not None:  # on every rank
             rating.rate([answer for row in asked for answer in row.all], extract=False)
-    skip_if(not session.ranks.is_writer, "the first rank judges for all")
+    if not session.ranks.is_writer:
+        return []
     if session.run.training_rewards:
         reward_set = rollout_worker(session).reward_set
         assert reward_set is not None
         max_errors = _online(session).monitor.config.max_errors
-        findings.append(judge_rewards(reward_set, asked, max_errors, ""))
+        found.append(GradedRewards("", reward_set, max_errors, grade_all(reward_set, asked)))
     if evaluated.rewards:
         answering = build_answering(
             evaluated,
@@ -282,17 +306,10 @@ def rewards_know_right_answers(session: Session) -> Finding:
         )
         assert answering is not None
         assert answering.reward_set is not None
-        findings.append(
-            judge_rewards(
-                answering.reward_set,
-                answers_to_judge(answering.rows, num_tokens),
-                evaluated.max_errors,
-                "eval.answers",
-            )
-        )
-    skip_if(not findings, "no rewards are set")
-    order = ("failed", "passed", "skipped")
-    return min(findings, key=lambda finding: order.index(finding.outcome))
+        graded = grade_all(answering.reward_set, answers_to_judge(answering.rows, num_tokens))
+        more = (answering.reward_set, evaluated.max_errors, graded)
+        found.append(GradedRewards("eval.answers", *more))
+    return found
 
 
 def answers_to_judge(
@@ -312,26 +329,27 @@ def answers_to_judge(
     return found
 
 
-def judge_rewards(
-    reward_set: RewardSet, asked: Sequence[AnswersToJudge], max_errors: float, key: str
-) -> Finding:
-    """Judge the rows' right answers and wrong ones. ``key``: the table of the configuration that has ``rewards``; "" is
-    the run itself, in which the total counts.
-    """
-    if not asked:
-        return skipped("no row has a reference answer")
+def grade_all(reward_set: RewardSet, asked: Sequence[AnswersToJudge]) -> list[Graded]:
+    """The rewards of the rows' right answers and wrong ones, all asked at once, side by side."""
     answers = [answer for of_row in asked for answer in of_row.all]
-    reward_results = iter(reward_set.grade(answers, extract=False))  # all at once, side by side
-    # each row's results, taken apart again
-    graded = [
+    reward_results = iter(reward_set.grade(answers, extract=False) if answers else ())
+    return [
         Graded(
-            of_row.row,
+            of_row,
             [*islice(reward_results, len(of_row.right))],
             [*islice(reward_results, len(of_row.others))],
             next(reward_results),
         )
         for of_row in asked
     ]
+
+
+def judge_rewards(
+    reward_set: RewardSet, graded: Sequence[Graded], max_errors: float, key: str
+) -> Finding:
+    """Judge the rewards of the rows' right answers and wrong ones. ``key``: as of ``GradedRewards``."""
+    if not graded:
+        return skipped("no row has a reference answer")
     marks = [
         _marks(
             part.label,
@@ -358,14 +376,14 @@ def judge_rewards(
     # the first fault of any reward
     setting = f"{key}.rewards" if key else "rewards"
     for reward in marks:
-        if fault := _reward_fault(reward, len(asked), max_errors, setting):
+        if fault := _reward_fault(reward, len(graded), max_errors, setting):
             return fault
     if not names["correctness"]:
         says = f"{', '.join(names['form'])} can be computed; no reward judges correctness"
-        return passed(says, len(asked), "right answers")
+        return passed(says, len(graded), "right answers")
     judging = [reward for reward in marks if reward.judges == "correctness"]
     notes = [
-        f"{reward.name}: {reward.mean:.3g} on average of {len(asked)} right answers"
+        f"{reward.name}: {reward.mean:.3g} on average of {len(graded)} right answers"
         for reward in judging
     ]
     says = f"right answers are known as right by {', '.join(reward.name for reward in judging)}"
@@ -391,7 +409,8 @@ def _marks(
     """Values of the reward ``name``, or of all rewards together; of several right or wrong answers, the best."""
 
     marks = Marks(name, judges, full_marks, must_apply, [], [], [], [])
-    for row, right, others, empty in graded:
+    for asked, right, others, empty in graded:
+        row = asked.row
         scores = [
             [Score(one.total) if name == TOTAL else one.parts[name] for one in some]
             for some in (right, others, [empty])
