@@ -28,6 +28,7 @@ from taut.checks import (
     rollouts,
     run,
     stop_tokens,
+    usual,
     vision,
     weights,
 )
@@ -52,6 +53,7 @@ TOPICS = (
     memory,
     optimizer,
     run,
+    usual,
     rollouts,
     functions,
 )

@@ -273,13 +273,28 @@ MARK = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     """Does the tokenizer keep the text: ids read back as what was rendered?
 
-    Unicode normalization and a space in front are no loss.
+    Unicode normalization and a space in front are no loss. And are they the same when it is asked again?
     """
     rows = rendered(session)
     texts = [chat.whole for chat in rows.chats]
     texts += [turn.row for turn in rows.turns if not turn.row.is_rendering]
     texts = [*texts, *rows.documents][:ROWS]
     skip_if(not texts, "no row could be rendered")
+    again = session.language.renderer.template.encode(texts)
+    other = [text for text in texts if again[text] != rows.ids_of[text]]
+    if other:
+        first, then = rows.ids_of[other[0]], again[other[0]]
+        at = common_length(first, then)
+        return failed(
+            f"asked twice, the tokenizer makes other ids of {len(other)} of {len(texts)} rows",
+            measured=(len(other), f"of {len(texts)} rows"),
+            evidence=[
+                f"{session.tokenizer.convert_ids_to_tokens(ids[at : at + 4])}"
+                for ids in (first, then)
+            ],
+            remedy='set "dropout": null at "model" in its tokenizer.json: ids would be drawn for training and again '
+            "by a server",
+        )
     added = session.tokenizer.added_tokens_decoder.values()
     swallowing = [token for token in added if token.lstrip or token.rstrip]  # in serving too
 
@@ -328,7 +343,7 @@ def _becomes(text: str, decoded: str) -> str:
     return f"{quoted(text)} becomes {quoted(decoded)}"
 
 
-@check("template.tokenizer", after=["template.takes"])
+@check("template.tokenizer", after=["template.lossless"])
 def the_ids_are_those_of_tokenizer_json(session: Session) -> Finding:
     """Are the ids those of the model's tokenizer.json, which some servers read without the tokenizer's class?"""
     rows, added = rendered(session), session.run.tokens.add

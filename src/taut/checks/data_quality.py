@@ -35,7 +35,7 @@ from taut.data.store.shards import VALUE, LengthCounts
 from taut.evals.statistics import wilson_interval
 from taut.methods.method import RunConfig
 from taut.models.load import context_length
-from taut.types import FloatArray, IntArray
+from taut.types import FloatArray, IntArray, Sample
 
 # -- repeats and lengths
 
@@ -200,6 +200,8 @@ def is_copying(pairs: list[Exchange]) -> bool:
 
 
 GRAM = 13
+COMPARED = 48
+"""Samples for which the nearest one is looked for."""
 
 
 @check("data.overlap", after=["data.rows"])
@@ -212,7 +214,8 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     are left out.
 
     Some equal samples are a warning: what is measured on them is not what unseen data would give. Similar ones are
-    counted: questions about one passage are similar by nature.
+    counted: questions about one passage are similar by nature. A warning is also that many are nearer to a training
+    sample than training samples are to each other, as rows with other dates or in another order of words.
     """
     if session.eval is None:
         return skipped("there is no data.eval")
@@ -247,7 +250,49 @@ def eval_is_not_trained_on(session: Session) -> Finding:
             remedy="hold out rows that are not trained on: what is measured on these says nothing of new ones",
             notes=[says],
         )
+    near_S, usual_S = nearness(flat_train(session), look), nearness(flat_train(session))
+    far = max(0.6, float(np.quantile(usual_S, 0.95))) if usual_S.size else 1.0
+    is_near = near_S > far
+    if near_S.size >= 8 and is_near.mean() > 0.3:
+        chosen = np.flatnonzero(is_near)
+        return warned(
+            f"{chosen.size} of {near_S.size} eval samples are nearer to one of data.train than those are to each other",
+            measured=(float(np.median(near_S)), "of their tokens"),
+            evidence=[
+                look.name(int(number)) for number in spread(look.num_samples)[chosen[:MAX_ROWS]]
+            ],
+            remedy="hold out rows of their own: these seem to be made of training rows (other names, dates, order)",
+            notes=[says],
+        )
     return passed(says, float(num_similar), unit)
+
+
+def spread(number: int) -> IntArray:
+    """At most COMPARED numbers of samples, at even distances."""
+    return np.unique(np.linspace(0, number - 1, min(number, COMPARED)).astype(np.int64))
+
+
+def nearness(train: Flat, look: Flat | None = None) -> FloatArray:
+    """For some samples of ``look`` (or of ``train``) the part of their tokens that they share with the nearest other
+    one of ``train``: sum over the tokens of both / the larger sum over the tokens of one, a token counting as
+    log(samples / samples that have it).
+    """
+    of, size = look or train, int(max(train.ids_T.max(), (look or train).ids_T.max())) + 1
+    # the different tokens of each training sample
+    sample_D, token_D = np.divmod(np.unique(train.sample_T * size + train.ids_T), size)
+    worth_V = np.log((train.num_samples + 1) / (np.bincount(token_D, minlength=size) + 1))
+    total_S = np.bincount(sample_D, worth_V[token_D], train.num_samples)
+    nearest = []
+    for number in spread(of.num_samples):
+        own = np.unique(of.ids_T[of.start_S[number] : of.start_S[number + 1]])
+        own_V = np.zeros(size)
+        own_V[own] = worth_V[own]
+        sums_S = np.bincount(sample_D, own_V[token_D], train.num_samples)
+        shared_S: FloatArray = sums_S / np.maximum(total_S, max(float(own_V.sum()), 1e-9))
+        if look is None:
+            shared_S[number] = 0.0
+        nearest.append(float(shared_S.max()))
+    return np.array(nearest)
 
 
 def metric_on_eval(run: RunConfig) -> str | None:
@@ -393,6 +438,8 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
             remedy="keep one of each: pairs that contradict each other teach nothing, and labels like these were mixed "
             "up (were sides swapped while the data were joined?)",
         )
+    if fault := _ties(session):
+        return fault
     notes = []
     if same:
         notes.append(f"{len(same):,} rows with the same answer twice were dropped")
@@ -414,6 +461,38 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
     if lengths.num_unequal:
         notes.append(length_bias(lengths))
     return passed("answers differ, and labels agree", number, unit, notes)
+
+
+def _ties(session: Session) -> Finding | None:
+    """Many pairs whose answers have one score, or differ in case, white space and punctuation alone."""
+    train = session.train
+
+    def words(sample: Sample) -> str:
+        answer = sample.ids_T[int(sample.target_at_N[0]) :].tolist()
+        text = str(session.tokenizer.decode(answer, skip_special_tokens=True))
+        return "".join(filter(str.isalnum, text.casefold()))
+
+    rows = [
+        train.row(int(row))
+        for row in np.unique(np.linspace(0, train.num_groups - 1, 200).astype(int))
+    ]
+    first = [train[own.start : own.start + 2] for own in rows]
+    alike = [one.id for one, other in first if words(one) == words(other)]
+    tied, number, what = alike, len(rows), "differ in case, white space and punctuation alone"
+    if train.has_value("margin") and not train.is_remote and len(train) == 2 * train.num_groups:
+        margin_S = _values(session, "margin")
+        at = np.flatnonzero(~margin_S.reshape(-1, 2).any(1))
+        if at.size > max(len(alike), 1) and 0 < at.size < train.num_groups:
+            tied = [train.sample_id(train.row(int(row)).start) for row in at]
+            number, what = train.num_groups, "have the same score"
+    if len(tied) <= max(1, 0.1 * number):
+        return None
+    return warned(
+        f"the answers of {len(tied):,} of {number:,} pairs {what}",
+        measured=(len(tied), f"of {number:,} pairs"),
+        evidence=[name.partition("#")[0] for name in tied[:MAX_ROWS]],
+        remedy="take ties out: there is nothing in them to prefer, and which answer is called chosen is chance",
+    )
 
 
 def is_biased(lengths: Lengths) -> bool:

@@ -39,7 +39,7 @@ from taut.types import FloatArray, IntArray, Packed, Sample, Tree
 
 FLOPS = {"cpu": 1e11, "cuda": 1e14}
 """Operations that a forward may take before a run: less than a second."""
-PROMPT, ANSWER = 128, 48
+PROMPT, ANSWER = 96, 32
 """Maximum tokens of a prompt and of an answer."""
 FEWEST = 16
 """Fewest rows from which something is concluded."""
@@ -180,40 +180,81 @@ def _differ(own: Sample, begin: int, other: Sample, start: int) -> bool:
     return not (is_short or np.array_equal(*prompts) or np.array_equal(*answers))
 
 
-# -- the weights
-
-
-@once
-def are_untrained(session: Session) -> bool:
-    """Whether the weights are as they were drawn: no row or column of most matrices is larger than others by more than
-    chance. For independent entries with kurtosis k, squared norms of n entries vary by sqrt((k - 1) / n) of their mean;
-    training makes some many times as large.
-    """
-    ratios = []
-    layers = architecture.layers(session.model)
-    for layer in {id(it): it for it in (layers[0], layers[-1])}.values():
-        for parameter in layer.parameters():
-            part = distributed.local(parameter)
-            if part.ndim < 2 or not part.is_floating_point() or min(part.shape[-2:]) < 8:
-                continue
-            squares = part.detach().flatten(0, -2)[:4096].double().square()
-            spread = squares.square().mean() / squares.mean().square() - 1
-            for axis in (0, 1):
-                norms = squares.mean(axis)
-                ratios.append(
-                    float(norms.var() / norms.mean().square() * squares.shape[axis] / spread)
-                )
-    return bool(ratios) and sorted(ratios)[len(ratios) // 2] < 2.0
-
+# -- what the model knows of the words alone
 
 UNIT = "nats a token"
 LITTLE = 0.25
-"""A gain that is no more than answers have which belong to no prompt, in nats a token."""
+"""A gain, in nats a token, that answers have which belong to no prompt."""
 
 
 def interval(values: Sequence[float] | FloatArray) -> tuple[float, float]:
     """The mean, and half the width of its 95% interval."""
     return float(np.mean(values)), 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+class Words(NamedTuple):
+    """The loss on the words of the rows, special tokens left out."""
+
+    loss_N: FloatArray
+    counted_N: FloatArray
+    """The loss of counting:
+
+    p(token) = its share of the other rows' tokens, with half of one taken off each for all that are unseen.
+    """
+    lines: list[str]
+    """Loss of each row."""
+
+    @property
+    def surplus(self) -> tuple[float, float]:
+        """By how much the model is worse than counting, with its interval."""
+        return interval(self.loss_N - self.counted_N)
+
+
+@once
+def words(session: Session) -> Words:
+    """Compare the model with counting. Skips the check if there are too few words."""
+    size = session.language.num_rows
+    is_word_V = np.ones(size, dtype=bool)
+    is_word_V[[index for index in session.tokenizer.added_tokens_decoder if index < size]] = False
+    count_V = np.bincount(flat_train(session).ids_T, minlength=size) * is_word_V
+    losses, counted, lines = [], [], []
+    for row in measured(session).rows:
+        own_V = np.bincount(row.sample.ids_T, minlength=size)
+        others_V = (count_V - own_V).clip(min=0) * is_word_V
+        left = 0.5 * np.count_nonzero(others_V) or 1.0
+        share_V = ((others_V - 0.5).clip(min=0) + left / size) / max(others_V.sum(), 1)
+        target_N = row.sample.ids_T[row.sample.target_at_N]
+        is_word_N = is_word_V[target_N]
+        losses.append(-row.own_N[is_word_N])
+        counted.append(-np.log(share_V[target_N[is_word_N]]))
+        if is_word_N.any():
+            lines.append(f"{short_place(row.sample.id)}: {losses[-1].mean():.2f} nats a token")
+    loss_N, counted_N = np.concatenate(losses), np.concatenate(counted)
+    skip_if(loss_N.size < FEWEST, "the rows have too few words")
+    return Words(loss_N, counted_N, lines)
+
+
+@once
+def is_untrained(session: Session) -> bool:
+    """Whether the weights are as they were drawn: the model is no better than counting, and in most matrices rows and
+    columns are alike but for chance. Squared norms of n independent entries with kurtosis k vary by sqrt((k - 1) / n)
+    of their mean; training makes some rows many times as large.
+    """
+    surplus, half = words(session).surplus
+    if surplus < -half:
+        return False
+    ratios = []
+    layers = architecture.layers(session.model)
+    for parameter in (*layers[0].parameters(), *layers[-1].parameters()):
+        part = distributed.local(parameter).detach()
+        if part.ndim < 2 or not part.is_floating_point() or min(part.shape[-2:]) < 8:
+            continue
+        squares = part.flatten(0, -2)[:4096].double().square()
+        spread = float(squares.square().mean() / squares.mean().square()) - 1
+        for axis in (0, 1):
+            norms, size = squares.mean(axis), squares.shape[axis]
+            ratios.append(float(norms.var() / norms.mean().square()) * size / spread)
+    return bool(ratios) and sorted(ratios)[len(ratios) // 2] < 2.0
 
 
 # -- checks
@@ -223,42 +264,22 @@ def interval(values: Sequence[float] | FloatArray) -> tuple[float, float]:
 def the_model_knows_the_language_of_the_rows(session: Session) -> Finding:
     """Does the model know the rows' language: are they likelier to it than by counting their tokens?
 
-        by counting    p(token) = its share of the other rows' tokens, with half of one taken off for unseen ones
-
-    Prompts and answers without special tokens, which a base may not know. A model that is worse than counts, and not
-    far from taking all tokens for equally likely, is broken, or its tokenizer is another model's.
+    Of prompts and answers, without special tokens, which a base may not know. A model that is worse than counting, and
+    not far from taking all tokens for equally likely, is broken, or its tokenizer is another model's.
     """
-    size, rows = session.language.num_rows, measured(session).rows
-    count_V = np.bincount(flat_train(session).ids_T, minlength=size).astype(np.float64)
-    is_word_V = np.ones(size, dtype=bool)
-    is_word_V[[index for index in session.tokenizer.added_tokens_decoder if index < size]] = False
-    count_V *= is_word_V
-    losses, counted, lines = [], [], []
-    for row in rows:
-        target_N = row.sample.ids_T[row.sample.target_at_N]
-        others_V = count_V - np.bincount(row.sample.ids_T, minlength=size) * is_word_V
-        others_V = others_V.clip(min=0)
-        seen, total = np.count_nonzero(others_V), max(others_V.sum(), 1.0)
-        share_V = ((others_V - 0.5).clip(min=0) + (0.5 * seen or 1.0) / size) / total
-        is_word_N = is_word_V[target_N]
-        losses.append(-row.own_N[is_word_N])
-        counted.append(-np.log(share_V[target_N[is_word_N]]))
-        if losses[-1].size:
-            lines.append(f"{short_place(row.sample.id)}: {losses[-1].mean():.2f} nats a token")
-    loss_N, counted_N = np.concatenate(losses), np.concatenate(counted)
-    skip_if(loss_N.size < FEWEST, "the rows have too few words")
-    loss, by_counting, uniform = float(loss_N.mean()), float(counted_N.mean()), math.log(size)
+    of_words, uniform = words(session), math.log(session.language.num_rows)
+    loss, by_counting = float(of_words.loss_N.mean()), float(of_words.counted_N.mean())
     numbers = (
         f"counting tokens gives {by_counting:.2f}, taking all for equally likely {uniform:.2f}"
     )
-    if are_untrained(session):
-        return passed(f"random weights, as drawn: nothing was trained yet; {numbers}", loss, UNIT)
-    surplus, half = interval(loss_N - counted_N)
+    if is_untrained(session):
+        return passed(f"random weights, nothing was trained yet; {numbers}", loss, UNIT)
+    surplus, half = of_words.surplus
     if loss > uniform or (loss > 0.6 * uniform and surplus > half):
         return warned(
             f"the model does not know these texts: {loss:.2f} nats a token; {numbers}",
             measured=(loss, UNIT),
-            evidence=lines[:MAX_EXAMPLES],
+            evidence=of_words.lines[:MAX_EXAMPLES],
             remedy="see whether tokenizer and weights belong together (ids of another tokenizer of the same size), "
             "whether the checkpoint is whole, and whether the model was made for this language",
         )
@@ -274,7 +295,7 @@ def answers_belong_to_their_prompts(session: Session) -> Finding:
     rows, packs = measured(session).rows, measured(session).packs
     skip_if(session.is_generated, GENERATED)
     skip_if(not packs, "it takes more than a second; taut check --full asks it")
-    skip_if(are_untrained(session), "the model has random weights")
+    skip_if(is_untrained(session), "the model has random weights")
     compared = [row for row in rows if math.isfinite(row.other)]
     skip_if(len(compared) < FEWEST, "too few rows have a prompt and an answer that no other has")
     answers = [{*row.sample.ids_T[row.begin :].tolist()} for row in compared]
@@ -313,7 +334,7 @@ def chosen_answers_are_no_less_like_text(session: Session) -> Finding:
     rows = [row for row in measured(session).rows if math.isfinite(row.rejected)]
     skip_if(not session.run.compares_answers, "the rows are no comparisons")
     skip_if(not measured(session).packs, "it takes more than a second; taut check --full asks it")
-    skip_if(are_untrained(session), "the model has random weights")
+    skip_if(is_untrained(session), "the model has random weights")
     skip_if(len(rows) < FEWEST, "too few rows")
     gains = {row.sample.id: row.answer - row.rejected for row in rows}
     gain, half = interval([*gains.values()])
@@ -349,7 +370,7 @@ def the_teacher_knows_more_than_the_student(session: Session) -> Finding:
                 evidence=lines[-1:],
                 remedy="a copy of the student has nothing to teach; name another model",
             )
-        if not are_untrained(session) and gain + half < -0.1:
+        if not is_untrained(session) and gain + half < -0.1:
             return warned(
                 f"the rows are less likely to the teacher {name} than to the student",
                 measured=(gain, UNIT),
