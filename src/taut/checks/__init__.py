@@ -11,13 +11,11 @@ runs of other methods.
 from __future__ import annotations
 
 from taut.checks import (
-    answers,
     attention,
     chat_template,
     cluster,
     data,
     data_quality,
-    functions,
     loss,
     measured,
     memory,
@@ -28,7 +26,6 @@ from taut.checks import (
     rollouts,
     run,
     stop_tokens,
-    usual,
     vision,
     weights,
 )
@@ -43,7 +40,6 @@ TOPICS = (
     data,
     micro_batches,
     data_quality,
-    answers,
     vision,
     model,
     weights,
@@ -53,9 +49,7 @@ TOPICS = (
     memory,
     optimizer,
     run,
-    usual,
     rollouts,
-    functions,
 )
 """Files of checks. If two checks could be asked next, the one in the earlier file is (``registry.merged``)."""
 CHECKS: dict[str, Check] = in_order(TOPICS)

@@ -281,19 +281,12 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     texts = [*texts, *rows.documents][:ROWS]
     skip_if(not texts, "no row could be rendered")
     again = session.language.renderer.template.encode(texts)
-    other = [text for text in texts if again[text] != rows.ids_of[text]]
-    if other:
-        first, then = rows.ids_of[other[0]], again[other[0]]
-        at = common_length(first, then)
+    if other := [text for text in texts if again[text] != rows.ids_of[text]]:
+        names = session.tokenizer.convert_ids_to_tokens
         return failed(
             f"asked twice, the tokenizer makes other ids of {len(other)} of {len(texts)} rows",
-            measured=(len(other), f"of {len(texts)} rows"),
-            evidence=[
-                f"{session.tokenizer.convert_ids_to_tokens(ids[at : at + 4])}"
-                for ids in (first, then)
-            ],
-            remedy='set "dropout": null at "model" in its tokenizer.json: ids would be drawn for training and again '
-            "by a server",
+            evidence=[f"{names(ids[other[0]][:40])}" for ids in (rows.ids_of, again)],
+            remedy='it draws its merges: set "dropout": null at "model" in its tokenizer.json',
         )
     added = session.tokenizer.added_tokens_decoder.values()
     swallowing = [token for token in added if token.lstrip or token.rstrip]  # in serving too

@@ -6,7 +6,9 @@ this process. Only checks of the full part ask a server, because it has to be se
 
 from __future__ import annotations
 
+import copy
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import torch
 
+from taut.checks.chat_template import quoted, short_place
 from taut.checks.measure import local, restore_weights, shard_weights, trained, weights_put_back
 from taut.checks.registry import (
     MAX_EXAMPLES,
@@ -28,6 +31,7 @@ from taut.checks.registry import (
     skip_if,
     skipped,
     split_error,
+    warned,
 )
 from taut.checks.session import Session, cut_out, once, owned_by
 from taut.data.rows.prompts import PromptRow, PromptSet
@@ -189,6 +193,52 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
     if rewritten:
         notes = [f"once history, {len(rewritten)} turns are written otherwise: {rewritten[0]}"]
     return passed("as the template writes it", len(turns), "turns", notes)
+
+
+@check("rollout.reset", after=["rollout.turns"])
+def environments_begin_anew(session: Session) -> Finding:
+    """Does each environment begin anew for each trajectory, and answer the turn that it was given?
+
+    The first row is played several times, with its right answer and with another one: the same turns have to lead to
+    the same, and a turn's outcome must not be that of the turn before.
+    """
+    environments, train = rollout_worker(session).environments, session.train
+    if environments is None:
+        return skipped("no environment answers: a path has one turn")
+    assert isinstance(train, PromptSet)
+    row, kind = train.prompt_rows[0], environments.kind_of(train.prompt_rows[0])
+    skip_if(kind.is_agent, "an agent asks by itself")
+
+    def play(*texts: str) -> list[str]:
+        """What reset and the steps return, in words."""
+
+        def act() -> list[str]:
+            game: Any = kind.make()
+            begin = getattr(game, "reset", lambda _: None)(copy.deepcopy(dict(row.columns)))
+            return [repr(begin), *(repr(game.step(text, [])) for text in texts)]
+
+        outcome = environments.each({0: act})[0]
+        return outcome.value or [f"{outcome.error}"]
+
+    right, wrong = (*row.references, "yes")[0], "no idea"
+    first, again, other, both = (
+        play(*texts) for texts in ((right, wrong), (right, wrong), (wrong, right), (right, right))
+    )
+    says = remedy = ""
+    if first != again:
+        says = "an environment goes another way when the same turns are played again"
+        remedy = (
+            "keep its state in the instance, set it in reset, and draw by a seed made of the row"
+        )
+    elif first[:-1] == other[:-1] == both[:-1] and first[-1] == both[-1] != other[-1]:
+        says = (
+            "an environment answers the turn before: its second step goes by the first turn alone"
+        )
+        remedy = "let step answer the text that it is given, and reward it"
+    if not says:
+        return passed("the same turns lead to the same", len(first), "outcomes")
+    lines = [quoted(" ".join(it), 200) for it in (first, again if first != again else other)]
+    return warned(says, evidence=[short_place(row.place), *lines], remedy=remedy)
 
 
 # -- rewards
@@ -472,6 +522,93 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
         remedy=f"mend {name}; or name the column with whole answers ({table}reference); or, if it judges form, set "
         f'judges = "form" (in {setting}, or as an attribute of the function)',
     )
+
+
+LARGE = 1e4
+"""A reward above which squares and sums lose digits."""
+NARROW = 0.01
+"""A spread of rewards, as a part of their size, below which dividing by it makes large updates of little."""
+NONSENSE = ("lorem", "ipsum", "dolor", "sit", "amet", "elit", "sed", "magna") * 8
+
+
+@check("rewards.steady", after=["rewards.gold"])
+def rewards_are_functions_of_the_answer(session: Session) -> Finding:
+    """Is a reward a function of the answer: the same again in another order and later, of more than length, on a scale?
+
+    The user's own are asked about answers of some rows and about nonsense of 2 to 64 words, and again backwards; in the
+    full part a second later. Where there are right answers, one of correctness must not put all in the order of length.
+    """
+    notes, is_full = [], session.part == "full"
+    for asked in graded_rewards(session):
+        inputs = [it for row in asked.graded[: 16 if is_full else 4] for it in row.asked.all]
+        if not inputs and isinstance(session.train, PromptSet):
+            inputs = [to_reward_input(session.train.prompt_rows[0], "yes")]
+        inputs += [
+            replace(inputs[0], text=" ".join(NONSENSE[:number]), num_tokens=2 * number + 1)
+            for number in (2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
+            if inputs
+        ]
+        grade, parts = asked.reward_set.grade, asked.reward_set.parts
+        own = [part.label for part in parts if isinstance(part.verifier, UserReward)]
+        before = grade(inputs, own, extract=False) if own else []
+        time.sleep(1.1 if own and is_full else 0.0)
+        after = grade(inputs[::-1], own, extract=False)[::-1] if own else []
+        for label in own:
+            values = [result.parts[label].value for result in before]
+            again = [result.parts[label].value for result in after]
+            has_order = asked.graded and asked.reward_set.judges[label] == "correctness"
+            fault = _other_value(label, inputs, values, again)
+            if fault := fault or (_by_length(label, inputs, values) if has_order else None):
+                return fault
+        # the scale of what is learned from
+        results = [it for row in asked.graded for it in (*row.right, *row.others, row.empty)]
+        totals = [result.total for result in results if result.total is not None] or [0.0]
+        largest, apart = float(np.abs(totals).max()), float(np.ptp(totals))
+        is_divided = not asked.key and session.is_policy_gradient
+        if largest > LARGE or (is_divided and 0 < apart < NARROW * largest):
+            says = f"rewards are as large as {largest:.3g}, right and wrong ones {apart:.3g} apart"
+            remedy = "bring them to 0 to 1: large ones lose digits, and noise is divided by a narrow spread"
+            return warned(says, measured=(largest, "the largest"), remedy=remedy)
+        notes.append(f"as large as {largest:.3g}, right and wrong ones {apart:.3g} apart")
+    skip_if(not notes, "no rewards are set")
+    return passed("they are, on a scale to learn from", len(notes), "sets of rewards", notes)
+
+
+Values = Sequence[float | None]
+
+
+def _other_value(
+    label: str, inputs: Sequence[RewardInput], values: Values, again: Values
+) -> Finding | None:
+    """The fault of a reward that gives an answer another value when it is asked again."""
+    lines = [
+        f"{quoted(answer.text, 40)} gets {first}, then {second}"
+        for answer, first, second in zip(inputs, values, again, strict=True)
+        if first != second
+    ]
+    if not lines:
+        return None
+    unit = f"of {len(inputs)} answers"
+    says = f"{label} gives {len(lines)} {unit} another reward when they are judged again"
+    remedy = "let it depend on answer and row alone: not on chance, time, order, or what was judged before"
+    return warned(says, measured=(len(lines), unit), evidence=lines[:MAX_EXAMPLES], remedy=remedy)
+
+
+def _by_length(label: str, inputs: Sequence[RewardInput], values: Values) -> Finding | None:
+    """The fault of a reward that puts all answers in the order of their length."""
+    pairs = [
+        (len(it.text), value) for it, value in zip(inputs, values, strict=True) if value is not None
+    ]
+    lengths, ranks = (
+        np.unique(column, return_inverse=True)[1] for column in np.reshape(pairs, (-1, 2)).T
+    )
+    if min(len({*lengths}), len({*ranks})) < 6:
+        return None
+    together = float(np.corrcoef(lengths, ranks)[0, 1])
+    says = f"{label} goes by length alone: the {'longer' if together > 0 else 'shorter'} the answer, the more"
+    remedy = 'nonsense was among them; correct it, or set judges = "form" if it is to judge length'
+    measured = together, "correlation of ranks"
+    return warned(says, measured=measured, remedy=remedy) if abs(together) > 0.95 else None
 
 
 # -- a small rollout

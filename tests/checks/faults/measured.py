@@ -161,7 +161,7 @@ def taught(place: Place, teacher: Path, **keys: Any) -> Session:
     return asking(place, 0, method="distill", distill__teacher=str(teacher), **keys)
 
 
-@fault("teacher.knows", says="the student's own logprobs", outcome="warning")
+@fault("teacher.knows", says="the same logprobs", outcome="warning")
 def a_teacher_that_is_a_copy(place: Place, is_faulty: bool) -> Session:
     """The student's directory was copied under the teacher's name."""
     teacher = knowing(place.directory / "teacher")

@@ -137,7 +137,12 @@ def a_reward_that_a_coin_decides(place: Place, is_faulty: bool) -> Session:
     return _named(place, "by_chance", is_faulty)
 
 
-@fault("rewards.steady", says="get another reward", part="quick", outcome="warning")
+@fault(
+    "rewards.steady",
+    says="another reward when they are judged again",
+    part="quick",
+    outcome="warning",
+)
 def a_reward_that_counts_its_calls(place: Place, is_faulty: bool) -> Session:
     """Later answers are worth more: a list that is kept between calls."""
     return _named(place, "by_order", is_faulty)
@@ -149,19 +154,19 @@ def a_reward_that_looks_at_the_clock(place: Place, is_faulty: bool) -> Session:
     return _named(place, "by_clock", is_faulty)
 
 
-@fault("rewards.scale", says="the longer the answer", part="quick", outcome="warning")
+@fault("rewards.steady", says="the longer the answer", part="quick", outcome="warning")
 def a_reward_of_length_alone(place: Place, is_faulty: bool) -> Session:
     """Longer answers were better in the sample that somebody looked at."""
     return _named(place, "by_length", is_faulty)
 
 
-@fault("rewards.scale", says="1e+30", part="quick", outcome="warning")
+@fault("rewards.steady", says="1e+30", part="quick", outcome="warning")
 def a_reward_of_another_size(place: Place, is_faulty: bool) -> Session:
     """A division was forgotten."""
     return _named(place, "in_millions", is_faulty)
 
 
-@fault("rewards.scale", says="differ by 0.001", part="quick", outcome="warning")
+@fault("rewards.steady", says="0.001 apart", part="quick", outcome="warning")
 def a_reward_that_hardly_differs(place: Place, is_faulty: bool) -> Session:
     """Half of it is given for nothing, and right is hardly more."""
     return _named(place, "narrow", is_faulty)
