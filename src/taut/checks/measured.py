@@ -182,7 +182,7 @@ def is_untrained(session: Session) -> bool:
     surplus, half = interval(np.subtract(*words(session)))
     ratios = []
     for parameter in architecture.layers(session.model)[-1].parameters():
-        part = distributed.local(parameter)
+        part = distributed.local(parameter).detach()
         if part.ndim > 1 and part.is_floating_point() and min(part.shape[-2:]) >= 8:
             squares = part.flatten(0, -2)[:4096].double().square()
             spread = float(squares.square().mean() / squares.mean().square()) - 1
