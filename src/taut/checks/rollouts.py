@@ -533,10 +533,10 @@ NONSENSE = ("lorem", "ipsum", "dolor", "sit", "amet", "elit", "sed", "magna") * 
 
 @check("rewards.steady", after=["rewards.gold"])
 def rewards_are_functions_of_the_answer(session: Session) -> Finding:
-    """Is a reward a function of the answer: the same again in another order and later, of more than length, on a scale?
+    """Is a reward a function of the answer: the same again, of more than its length, on a scale to learn from?
 
-    The user's own are asked about answers of some rows and about nonsense of 2 to 64 words, and again backwards; in the
-    full part a second later. Where there are right answers, one of correctness must not put all in the order of length.
+    The user's own are asked about answers of some rows and about nonsense of 2 to 64 words, and again in another order;
+    in the full part a second later. Where there are right answers, one of correctness must not go by length alone.
     """
     notes, is_full = [], session.part == "full"
     for asked in graded_rewards(session):
