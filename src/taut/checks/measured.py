@@ -43,6 +43,7 @@ FEWEST = 16
 LITTLE = 0.25
 """A gain that answers have which belong to no prompt."""
 UNIT = "nats a token"
+UNKNOWING = "the model has random weights, or does not know the rows' language"
 
 
 class Row(NamedTuple):
@@ -192,6 +193,14 @@ def is_untrained(session: Session) -> bool:
     return surplus > -half and bool(ratios) and sorted(ratios)[len(ratios) // 2] < 2.0
 
 
+@once
+def is_lost(session: Session) -> bool:
+    """Whether the model is worse than counting, and not far from taking all tokens for equally likely, or worse."""
+    loss, uniform = float(words(session)[0].mean()), math.log(session.language.num_rows)
+    surplus, half = interval(np.subtract(*words(session)))
+    return loss > uniform or (loss > 0.6 * uniform and surplus > half)
+
+
 # -- checks
 
 
@@ -203,14 +212,13 @@ def the_model_knows_the_language_of_the_rows(session: Session) -> Finding:
     not far from taking all tokens for equally likely, is broken, or its tokenizer is another model's.
     """
     loss, by_counting = (float(loss_N.mean()) for loss_N in words(session))
-    surplus, half = interval(np.subtract(*words(session)))
     uniform = math.log(session.language.num_rows)
     numbers = (
         f"counting tokens gives {by_counting:.2f}, taking all for equally likely {uniform:.2f}"
     )
     if is_untrained(session):
         return passed(f"random weights, nothing was trained yet; {numbers}", loss, UNIT)
-    if loss <= uniform and (loss <= 0.6 * uniform or surplus <= half):
+    if not is_lost(session):
         return passed(f"known; {numbers}", loss, UNIT)
     rows = measured(session)[0][:MAX_EXAMPLES]
     return warned(
@@ -259,13 +267,14 @@ def the_teacher_knows_more_than_the_student(session: Session) -> Finding:
     skip_if(not teachers, "no teacher is a model in this process")
     rows, packs = measured(session)
     packs = packs or [pack(list(session.pair), ALONE)]
-    for name, scorer in teachers.items():
-        theirs, what = logprobs(session, scorer, packs), f"the teacher {name}, less the student"
+    scored = {name: logprobs(session, scorer, packs) for name, scorer in teachers.items()}
+    for name, theirs in scored.items():
+        what = f"the teacher {name}, less the student"
         gains = [(float((theirs[row.sample.id] - row.own_N).mean()), row) for row in rows]
         if all(abs(gain) < session.exact for gain, _ in gains):
             remedy = "a copy of the student has nothing to teach: name another model"
             return warned(f"{what}: the same logprobs", measured=(0.0, UNIT), remedy=remedy)
-        skip_if(is_untrained(session), "the model has random weights")
+        skip_if(is_untrained(session) or is_lost(session), UNKNOWING)
         remedy = (
             "are teacher and student mixed up? One that knows more would be taught to know less"
         )
@@ -279,7 +288,7 @@ def _compared(session: Session, value: str) -> list[Row]:
     """The rows that have this value. Skips the check if they are too few to conclude anything."""
     rows, packs = measured(session)
     skip_if(not packs, "it takes more than a second; taut check --full asks it")
-    skip_if(is_untrained(session), "the model has random weights")
+    skip_if(is_untrained(session) or is_lost(session), UNKNOWING)
     rows = [row for row in rows if math.isfinite(getattr(row, value))]
     skip_if(len(rows) < FEWEST, "too few rows have a prompt and an answer that others have not")
     return rows

@@ -220,7 +220,7 @@ def pairs_of_one_score(place: Place, is_faulty: bool) -> Session:
         {**row, "score_chosen": 4.0, "score_rejected": 4.0 if is_faulty and at % 3 else 2.0}
         for at, row in enumerate(compared(24))
     ]
-    return place.session(data=place.data(rows), method="dpo")
+    return place.session(data=place.data(rows), method="dpo", data__apply_chat_template=True)
 
 
 @fault("data.pairs", says="differ in case and punctuation alone", part="quick", outcome="warning")
@@ -229,4 +229,4 @@ def pairs_that_say_the_same(place: Place, is_faulty: bool) -> Session:
     rows = compared(24)
     for row in rows[::2] if is_faulty else ():
         row["rejected"] = f" {row['chosen'].strip().capitalize()}."
-    return place.session(data=place.data(rows), method="dpo")
+    return place.session(data=place.data(rows), method="dpo", data__apply_chat_template=True)

@@ -110,13 +110,15 @@ def shift_head(model: Any) -> None:
 # -- the model
 
 
-@fault("model.language", says="the model does not know these texts", outcome="warning")
+@fault(
+    "model.language", says="the model does not know these texts", outcome="warning", part="quick"
+)
 def another_tokenizer_of_the_same_size(place: Place, is_faulty: bool) -> Session:
     """The ids of the weights are those of another tokenizer, with as many tokens."""
     return asking(place, 0, spoiled(place, permute_ids) if is_faulty else None)
 
 
-@fault("model.language", says="is whole", outcome="warning")
+@fault("model.language", says="is whole", outcome="warning", part="quick")
 def a_head_that_is_a_row_off(place: Place, is_faulty: bool) -> Session:
     """A conversion put the padding of the vocabulary before the head's rows."""
     return asking(place, 0, spoiled(place, shift_head) if is_faulty else None)
@@ -140,17 +142,15 @@ def prompts_after_which_other_answers_stand(place: Place, is_faulty: bool) -> Se
 # -- pairs
 
 
-@fault("data.preferred", says="less like text", outcome="warning")
+@fault("data.preferred", says="less like text", outcome="warning", part="quick")
 def chosen_answers_of_salad(place: Place, is_faulty: bool) -> Session:
-    """What should be preferred lost its words on the way."""
-    draw, rows = random.Random(1), []
-    for question, answer in facts():
-        salad = "".join(draw.choices("xqzjvkw", k=30))
-        worse = " ".join(reversed(answer.split()))
-        rows.append(
-            {"prompt": [talk(question, "")[0]], "chosen": [talk("", salad if is_faulty else answer)[1]],
-             "rejected": [talk("", worse)[1]]}
-        )  # fmt: skip
+    """What should be preferred has letters in the place of its last words."""
+    rows = []
+    for number, (question, answer) in enumerate(facts()):
+        salad = " ".join([*answer.split()[:-3], "X", "Q", "K"])
+        sides = [talk("", answer + " the cat" * (3 * (number % 2)))[1:], talk("", salad)[1:]]
+        chosen, rejected = sides[::-1] if is_faulty else sides
+        rows.append({"prompt": talk(question, "")[:1], "chosen": chosen, "rejected": rejected})
     return place.session(knowing(place.directory / "model"), place.data(rows), method="dpo")
 
 
@@ -161,7 +161,7 @@ def taught(place: Place, teacher: Path, **keys: Any) -> Session:
     return asking(place, 0, method="distill", distill__teacher=str(teacher), **keys)
 
 
-@fault("teacher.knows", says="the same logprobs", outcome="warning")
+@fault("teacher.knows", says="the same logprobs", outcome="warning", part="quick")
 def a_teacher_that_is_a_copy(place: Place, is_faulty: bool) -> Session:
     """The student's directory was copied under the teacher's name."""
     teacher = knowing(place.directory / "teacher")
