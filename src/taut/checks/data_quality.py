@@ -574,13 +574,9 @@ def _ties(session: Session) -> Finding | None:
         return None
     says = f"the answers of {len(tied)} of {len(rows)} pairs have the same score"
     if len(alike) >= len(tied):
-        says = (
-            f"the answers of {len(alike)} of {len(rows)} pairs differ in case and punctuation alone"
-        )
+        says = f"the answers of {len(alike)} of {len(rows)} pairs differ in punctuation alone"
     evidence = [name.partition("#")[0] for name in max(alike, tied, key=len)[:MAX_ROWS]]
-    return warned(
-        says, evidence=evidence, remedy="take ties out: in them there is nothing to prefer"
-    )
+    return warned(says, evidence=evidence, remedy="take ties out: they have nothing to prefer")
 
 
 def is_biased(lengths: Lengths) -> bool:

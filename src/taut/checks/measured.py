@@ -77,7 +77,7 @@ def measured(session: Session) -> tuple[list[Row], Sequence[Packed]]:
     compares = session.run.compares_answers
     if compares:
         samples = [sorted(some, key=lambda one: one.values["preference"]) for some in samples]
-    cuts = [_cut(some[-1]) for some in samples]
+    cuts = [_cut(replace(it[-1], id=f"{at} {it[-1].id}")) for at, it in enumerate(samples)]
     # each with answers that are not its own, for as many tokens as there is time for
     left = math.inf
     if session.part == "quick":
@@ -316,4 +316,4 @@ def _shown(session: Session, row: Row, number: float) -> str:
     parts = row.sample.ids_T[: row.begin].tolist(), row.sample.ids_T[row.begin :].tolist()
     texts = [str(session.tokenizer.decode(ids, skip_special_tokens=True)) for ids in parts]
     prompt, answer = (quoted(text.strip()[-80:]) for text in texts)
-    return f"{short_place(row.sample.id)}: {number:+.2f}: {prompt} -> {answer}"
+    return f"{short_place(row.sample.id.rpartition(' ')[2])}: {number:+.2f}: {prompt} -> {answer}"

@@ -227,13 +227,9 @@ def environments_begin_anew(session: Session) -> Finding:
     says = remedy = ""
     if first != again:
         says = "an environment goes another way when the same turns are played again"
-        remedy = (
-            "keep its state in the instance, set it in reset, and draw by a seed made of the row"
-        )
+        remedy = "keep its state in the instance, set it in reset, and draw by the row"
     elif first[:-1] == other[:-1] == both[:-1] and first[-1] == both[-1] != other[-1]:
-        says = (
-            "an environment answers the turn before: its second step goes by the first turn alone"
-        )
+        says = "an environment answers the turn before: its second step goes by the first"
         remedy = "let step answer the text that it is given, and reward it"
     if not says:
         return passed("the same turns lead to the same", len(first), "outcomes")

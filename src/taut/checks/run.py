@@ -395,8 +395,6 @@ def adapter_targets(
 RATES = 1 / 300, 30.0
 """The lowest and the highest learning rate, in multiples of the method's default. The highest is for models of 4,096
 dimensions, and in inverse proportion higher for narrower ones."""
-PASSES = 100.0
-"""Most passes over the data of a run whose ``steps`` are set, as for a few rows of a test."""
 
 
 def usual() -> dict[str, tuple[float, float, str]]:
@@ -408,13 +406,10 @@ def usual() -> dict[str, tuple[float, float, str]]:
 def numbers_are_those_people_mean(session: Session) -> Finding:
     """Are the run's numbers within what people use?
 
-    The table of docs/hyperparameters.md, the learning rate against the method's default, and passes over the data.
+    The table of docs/hyperparameters.md, and the learning rate against the method's default.
     """
-    run, source = session.run, session.trainer.source
+    run = session.run
     numbers, ranges = dict(_numbers(to_dict(run))), usual()
-    if isinstance(source, Offline) and run.steps is not None:
-        numbers["passes"] = source.cursor(run.steps).samples / source.order.epoch_size
-        ranges["passes"] = (0, PASSES, "1 to 3")
     rates, width = run.learning_rates, session.language.config.get_text_config().hidden_size
     default = rates.lora if run.lora.is_on else rates.full
     most = RATES[1] * default * max(1.0, 4096 / width)

@@ -223,7 +223,7 @@ def pairs_of_one_score(place: Place, is_faulty: bool) -> Session:
     return place.session(data=place.data(rows), method="dpo", data__apply_chat_template=True)
 
 
-@fault("data.pairs", says="differ in case and punctuation alone", part="quick", outcome="warning")
+@fault("data.pairs", says="differ in punctuation alone", part="quick", outcome="warning")
 def pairs_that_say_the_same(place: Place, is_faulty: bool) -> Session:
     """Half of the rejected answers are the chosen ones, tidied."""
     rows = compared(24)
