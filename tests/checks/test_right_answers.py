@@ -12,7 +12,12 @@ from tests.checks.faults.judged import compared
 from tests.checks.planting import Place
 
 from taut.checks.registry import Finding
-from taut.checks.rollouts import answers_to_judge, judge_rewards, rewards_know_right_answers
+from taut.checks.rollouts import (
+    answers_to_judge,
+    grade_all,
+    judge_rewards,
+    rewards_know_right_answers,
+)
 from taut.data.rows.prompts import PromptRow
 from taut.rewards.reward_set import RewardSet, open_rewards
 from taut.rewards.settings import GradingConfig, RewardSpec
@@ -91,7 +96,8 @@ def found(reward_set: RewardSet, labels: list[str], key: str, asked: list[Prompt
         def grade(self, answers: Any, labels: Any = None, *, extract: bool = True) -> Any:
             return reward_set.grade(answers, self.names, extract=extract)
 
-    return judge_rewards(Some(), answers_to_judge(asked, len), 0.0, key)
+    graded = grade_all(Some(), answers_to_judge(asked, len))
+    return judge_rewards(Some(), graded, 0.0, key)
 
 
 @pytest.mark.parametrize("key", ["", "eval.answers"])

@@ -1,5 +1,5 @@
-"""Contents of the rows: repeats, lengths, leaks between prompt and answer and between train and eval, and labels of
-judged answers.
+"""Contents of the rows: repeats, lengths, leaks between prompt and answer and between train and eval, the words of
+answers, and labels of judged answers.
 
 Judged data: of more than two compared answers the best and the worst are the pair, and a bounded number of rows, spread
 evenly, is looked at.
@@ -7,19 +7,22 @@ evenly, is looked at.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from taut.checks.chat_template import short_place
+from taut.checks.chat_template import quoted, short_place
 from taut.checks.data import (
     HASH,
     Exchange,
     Flat,
     Hashes,
     exchanges,
+    first_rows,
     flat,
     flat_train,
     hash_with_pictures,
@@ -27,15 +30,16 @@ from taut.checks.data import (
 )
 from taut.checks.records import MAX_ROWS
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
-from taut.checks.session import Session, once
+from taut.checks.session import GENERATED, Session, once
 from taut.data.dataset import Dataset
 from taut.data.label_noise import Lengths, PairIds, PairReport, examine_pairs
 from taut.data.packing import ids_with_pictures
+from taut.data.rows.messages import Conversation
 from taut.data.store.shards import VALUE, LengthCounts
 from taut.evals.statistics import wilson_interval
 from taut.methods.method import RunConfig
 from taut.models.load import context_length
-from taut.types import FloatArray, IntArray
+from taut.types import FloatArray, IntArray, Sample
 
 # -- repeats and lengths
 
@@ -200,6 +204,8 @@ def is_copying(pairs: list[Exchange]) -> bool:
 
 
 GRAM = 13
+COMPARED = 48
+"""Samples for which the nearest one is looked for."""
 
 
 @check("data.overlap", after=["data.rows"])
@@ -212,7 +218,8 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     are left out.
 
     Some equal samples are a warning: what is measured on them is not what unseen data would give. Similar ones are
-    counted: questions about one passage are similar by nature.
+    counted: questions about one passage are similar by nature. A warning is also that many are nearer to a training
+    sample than training samples are to each other, as rows with other dates or in another order of words.
     """
     if session.eval is None:
         return skipped("there is no data.eval")
@@ -247,7 +254,37 @@ def eval_is_not_trained_on(session: Session) -> Finding:
             remedy="hold out rows that are not trained on: what is measured on these says nothing of new ones",
             notes=[says],
         )
+    near_S, usual_S = nearness(flat_train(session), look), nearness(flat_train(session))
+    far = max(0.6, float(np.quantile([*usual_S.values()], 0.95)))
+    copies = [name for name, near in near_S.items() if near > far]
+    if len(copies) > max(2, 0.3 * len(near_S)):
+        return warned(
+            f"{len(copies)} of {len(near_S)} eval samples are nearer to one of data.train than those are to each other",
+            measured=(len(copies), f"of {len(near_S)}"),
+            evidence=copies[:MAX_ROWS],
+            remedy="hold out rows of their own: these seem to be made of training rows (other dates, names, order)",
+            notes=[says],
+        )
     return passed(says, float(num_similar), unit)
+
+
+def nearness(train: Flat, look: Flat | None = None) -> dict[str, float]:
+    """For some samples of ``look``, or of ``train``, the part of their tokens that the nearest other one of ``train``
+    has: the sum over common tokens / the larger of both sums, a token counting as log(samples / samples that have it).
+    """
+    of, size = look or train, int(max(train.ids_T.max(), (look or train).ids_T.max())) + 1
+    sample_D, token_D = np.divmod(np.unique(train.sample_T * size + train.ids_T), size)
+    worth_V = np.log((train.num_samples + 1) / (np.bincount(token_D, minlength=size) + 1))
+    total_S = np.bincount(sample_D, worth_V[token_D], train.num_samples)
+    nearest = {}
+    for number in np.unique(np.linspace(0, of.num_samples - 1, COMPARED).astype(np.int64)):
+        own_V = np.zeros(size)
+        own_T = of.ids_T[of.start_S[number] : of.start_S[number + 1]]
+        own_V[own_T] = worth_V[own_T]
+        common_S = np.bincount(sample_D, own_V[token_D], train.num_samples)
+        common_S[number if look is None else []] = 0.0
+        nearest[of.name(number)] = float((common_S / np.maximum(total_S, own_V.sum() + 1e-9)).max())
+    return nearest
 
 
 def metric_on_eval(run: RunConfig) -> str | None:
@@ -335,6 +372,106 @@ def _grams(look: Flat) -> tuple[Hashes, IntArray]:
     return hashes[is_inside] * HASH, sample_T[:size][is_inside]
 
 
+# -- answers by their words
+
+MANY = 0.05
+"""Share of answers from which on a fault is a warning."""
+MARKS = re.compile(
+    r"<\|\w{2,30}\|>|<\uff5c[^<>\s]{2,40}\uff5c>|</?s>|<(?:eos|start_of_turn|end_of_turn)>|\[/?INST\]|<</?SYS>>"
+    r"|</?tool_call>|<function[=_s]|\[TOOL_CALLS\]"
+)
+"""Marks by which templates end turns, write roles and calls."""
+CALL = re.compile(r'\s*(?:```json\s*)?\{"name": ?"[\w.-]+", ?"(?:arguments|parameters)": ?\{')
+"""A call as text."""
+UNENDED = re.compile(r"(?:[^\W\d_]|[,-])$")
+"""A letter or a comma: a sentence, a list of code, a table or a number ends otherwise."""
+
+
+@check("data.answers", after=["data.rows"])
+def answers_look_like_answers(session: Session) -> Finding:
+    """Do the answers look like answers: whole, said once, without the question, in this model's own marks?
+
+    Also whether one row has most of the tokens.
+    """
+    skip_if(session.is_generated, GENERATED)
+    pairs, train, lengths = exchanges(session), session.train, session.train.lengths
+    share = lengths.longest / int((lengths.size_L * lengths.count_L).sum())
+    if share > 0.5 and len(train) >= 10:
+        (index,) = train.longer_than(lengths.longest - 1, 1)
+        says = f"one of {len(train):,} samples has {share:.0%} of all tokens"
+        remedy = "see whether it is what it should be (a file pasted into a cell), or set data.max_length"
+        return warned(says, evidence=[train.sample_id(index)], remedy=remedy)
+    skip_if(not pairs, "documents have no answers")
+    found = {
+        "stop in the middle of a sentence, at one length": _cut_off(session, pairs),
+        "say the same several times": [pair for pair in pairs if _is_said_again(pair.answer)],
+        "begin with the question": [pair for pair in pairs if _begins_with_question(pair)],
+        "have another model's marks, or calls as text": _with_marks(session, pairs),
+    }
+    unit = f"of {len(pairs):,} answers"
+    lines = [
+        f"{len(some):,} {what}: {short_place(some[0].place)}: {quoted(some[0].answer)}"
+        for what, some in sorted(found.items(), key=lambda item: -len(item[1]))
+        if some
+    ]
+    what, worst = max(found.items(), key=lambda item: len(item[1]))
+    if len(worst) < max(2, MANY * len(pairs)):
+        return passed("they do", len(pairs), "answers", lines)
+    remedy = "the model learns to write so; correct these rows, or take them out"
+    measured = len(worst), unit
+    return warned(f"{len(worst):,} {unit} {what}", measured=measured, evidence=lines, remedy=remedy)
+
+
+def _cut_off(session: Session, pairs: Sequence[Exchange]) -> list[Exchange]:
+    """Answers that end with a letter and have the largest length of all, in characters, words or tokens, as many others
+    do; or long ones of which most end so, where short ones do not.
+    """
+    few, encode = max(2, MANY * len(pairs)), session.tokenizer.encode
+    unended = [UNENDED.search(pair.answer.rstrip()) is not None for pair in pairs]
+    measures: list[tuple[Callable[[str], Sized], int]] = [(str, 80), (str.split, 20), (encode, 32)]
+    for split, least in measures if sum(unended) > few else ():
+        sizes = [len(split(pair.answer.strip())) for pair in pairs]
+        at_most = [size >= max(least, max(sizes) - 1) for size in sizes]
+        cut = [pair for pair, *is_both in zip(pairs, unended, at_most, strict=True) if all(is_both)]
+        if len(cut) > max(few, 0.8 * sum(at_most)):
+            return cut
+    # cut at a length that is not known, as that of another tokenizer
+    is_long = [len(pair.answer) >= 200 for pair in pairs]
+    cut = [pair for pair, *is_both in zip(pairs, unended, is_long, strict=True) if all(is_both)]
+    num_long, num_other = sum(is_long), sum(unended) - len(cut)
+    is_cut = num_long >= 8 and 2 * len(cut) > num_long
+    return cut if is_cut and num_other < 0.2 * (len(pairs) - num_long) else []
+
+
+def _is_said_again(answer: str) -> bool:
+    """Whether about half of its runs of four words, or more, were there before."""
+    words = answer.split()
+    runs = [*zip(words, words[1:], words[2:], words[3:], strict=False)]
+    return len(words) >= 12 and len({*runs}) <= 0.55 * len(runs)
+
+
+def _begins_with_question(pair: Exchange) -> bool:
+    question = pair.prompt.rstrip().rpartition("\n")[2].strip()
+    answer = pair.answer.strip()
+    return len(question) >= 12 and answer.startswith(question) and len(answer) > len(question) + 1
+
+
+def _with_marks(session: Session, pairs: Sequence[Exchange]) -> list[Exchange]:
+    """Answers with marks that neither this template writes nor this tokenizer takes for its own (template.markup), or
+    that are calls, where no row has any.
+    """
+    template = session.language.renderer.template
+    own, written = template.control_tokens.of_turns, template.template
+    rows = [row for row in first_rows(session) if isinstance(row, Conversation)]
+    has_calls = any("tool_calls" in message for row in rows for message in row.messages)
+    return [
+        pair
+        for pair in pairs
+        if any(mark not in written and not own.search(mark) for mark in MARKS.findall(pair.answer))
+        or (not has_calls and CALL.match(pair.answer))
+    ]
+
+
 # -- labels of judged answers
 
 
@@ -393,6 +530,8 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
             remedy="keep one of each: pairs that contradict each other teach nothing, and labels like these were mixed "
             "up (were sides swapped while the data were joined?)",
         )
+    if fault := _ties(session):
+        return fault
     notes = []
     if same:
         notes.append(f"{len(same):,} rows with the same answer twice were dropped")
@@ -414,6 +553,30 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
     if lengths.num_unequal:
         notes.append(length_bias(lengths))
     return passed("answers differ, and labels agree", number, unit, notes)
+
+
+def _ties(session: Session) -> Finding | None:
+    """Many pairs whose answers have one score, or differ in case, white space and punctuation alone."""
+    train = session.train
+
+    def words(sample: Sample) -> str:
+        answer = sample.ids_T[int(sample.target_at_N[0]) :].tolist()
+        text = str(session.tokenizer.decode(answer, skip_special_tokens=True))
+        return "".join(filter(str.isalnum, text.casefold()))
+
+    chosen = np.unique(np.linspace(0, train.num_groups - 1, 200).astype(np.int64))
+    rows = [train[train.row(int(row)).start : train.row(int(row)).stop] for row in chosen]
+    alike = [row[0].id for row in rows if words(row[0]) == words(row[1])]
+    scores = [[sample.values.get("margin", 0.0) for sample in row] for row in rows]
+    tied = [row[0].id for row, own in zip(rows, scores, strict=True) if not any(own)]
+    tied = [] if len(tied) == len(rows) else tied  # no row has scores
+    if max(len(alike), len(tied)) <= max(1, 0.1 * len(rows)):
+        return None
+    says = f"the answers of {len(tied)} of {len(rows)} pairs have the same score"
+    if len(alike) >= len(tied):
+        says = f"the answers of {len(alike)} of {len(rows)} pairs differ in punctuation alone"
+    evidence = [name.partition("#")[0] for name in max(alike, tied, key=len)[:MAX_ROWS]]
+    return warned(says, evidence=evidence, remedy="take ties out: they have nothing to prefer")
 
 
 def is_biased(lengths: Lengths) -> bool:

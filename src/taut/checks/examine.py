@@ -115,6 +115,8 @@ def examine(
     """Ask every check of ``part`` (full: all of them), or only the checks in ``only``; for a Cluster the checks of
     nodes. ``follow`` is called with each result. Raises ConfigError if ``checks.skip`` names an unknown check.
     """
+    if isinstance(session, Session):
+        session.part = part
     left_out = session.run.checks.skip
     require_known(left_out)
     causes: dict[str, str] = {}

@@ -6,7 +6,9 @@ this process. Only checks of the full part ask a server, because it has to be se
 
 from __future__ import annotations
 
+import copy
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import torch
 
+from taut.checks.chat_template import quoted, short_place
 from taut.checks.measure import local, restore_weights, shard_weights, trained, weights_put_back
 from taut.checks.registry import (
     MAX_EXAMPLES,
@@ -28,6 +31,7 @@ from taut.checks.registry import (
     skip_if,
     skipped,
     split_error,
+    warned,
 )
 from taut.checks.session import Session, cut_out, once, owned_by
 from taut.data.rows.prompts import PromptRow, PromptSet
@@ -191,6 +195,48 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
     return passed("as the template writes it", len(turns), "turns", notes)
 
 
+@check("rollout.reset", after=["rollout.turns"])
+def environments_begin_anew(session: Session) -> Finding:
+    """Does each environment begin anew for each trajectory, and answer the turn that it was given?
+
+    The first row is played several times, with its right answer and with another one: the same turns have to lead to
+    the same, and a turn's outcome must not be that of the turn before.
+    """
+    environments, train = rollout_worker(session).environments, session.train
+    if environments is None:
+        return skipped("no environment answers: a path has one turn")
+    assert isinstance(train, PromptSet)
+    row, kind = train.prompt_rows[0], environments.kind_of(train.prompt_rows[0])
+    skip_if(kind.is_agent, "an agent asks by itself")
+
+    def play(*texts: str) -> list[str]:
+        """What reset and the steps return, in words."""
+
+        def act() -> list[str]:
+            game: Any = kind.make()
+            begin = getattr(game, "reset", lambda _: None)(copy.deepcopy(dict(row.columns)))
+            return [repr(begin), *(repr(game.step(text, [])) for text in texts)]
+
+        outcome = environments.each({0: act})[0]
+        return outcome.value or [f"{outcome.error}"]
+
+    right, wrong = (*row.references, "yes")[0], "no idea"
+    first, again, other, both = (
+        play(*texts) for texts in ((right, wrong), (right, wrong), (wrong, right), (right, right))
+    )
+    says = remedy = ""
+    if first != again:
+        says = "an environment goes another way when the same turns are played again"
+        remedy = "keep its state in the instance, set it in reset, and draw by the row"
+    elif first[:-1] == other[:-1] == both[:-1] and first[-1] == both[-1] != other[-1]:
+        says = "an environment answers the turn before: its second step goes by the first"
+        remedy = "let step answer the text that it is given, and reward it"
+    if not says:
+        return passed("the same turns lead to the same", len(first), "outcomes")
+    lines = [quoted(" ".join(it), 200) for it in (first, again if first != again else other)]
+    return warned(says, evidence=[short_place(row.place), *lines], remedy=remedy)
+
+
 # -- rewards
 
 TOTAL = "the total"
@@ -219,7 +265,7 @@ class Marks(NamedTuple):
 class Graded(NamedTuple):
     """Answers to a row, and the rewards' values for them."""
 
-    row: PromptRow
+    asked: AnswersToJudge
     right: list[RewardResult]
     others: list[RewardResult]
     """Values for the answers of another row."""
@@ -252,25 +298,49 @@ def rewards_know_right_answers(session: Session) -> Finding:
     Rewards of form (``judges``) have to be computable on these answers, and a function of the user's has to give a
     number for one of them at least. If no reward judges correctness, nothing else is asked.
     """
+    graded = graded_rewards(session)
+    skip_if(not session.ranks.is_writer, "the first rank judges for all")
+    skip_if(not graded, "no rewards are set")
+    findings = [
+        judge_rewards(asked.reward_set, asked.graded, asked.max_errors, asked.key)
+        for asked in graded
+    ]
+    order = ("failed", "passed", "skipped")
+    return min(findings, key=lambda finding: order.index(finding.outcome))
+
+
+class GradedRewards(NamedTuple):
+    """A set of rewards, and what it says of right answers and wrong ones."""
+
+    key: str
+    """The table of the configuration that has ``rewards``; "" is the run itself, in which the total counts."""
+    reward_set: RewardSet
+    max_errors: float
+    graded: list[Graded]
+
+
+@once
+def graded_rewards(session: Session) -> list[GradedRewards]:
+    """The rewards of the run and of its evaluations; on the first rank, which judges for all."""
 
     def num_tokens(text: str) -> int:
         """With the token that ends it."""
         return len(session.tokenizer.encode(text, add_special_tokens=False)) + 1
 
-    findings = []
-    evaluated = session.run.eval.answers
+    found, evaluated = [], session.run.eval.answers
     asked: list[AnswersToJudge] = []
     if session.run.training_rewards:
         assert isinstance(session.train, PromptSet)
         asked = answers_to_judge(session.train.prompt_rows, num_tokens)
         if (rating := rollout_worker(session).rating) is not None:  # on every rank
             rating.rate([answer for row in asked for answer in row.all], extract=False)
-    skip_if(not session.ranks.is_writer, "the first rank judges for all")
+    if not session.ranks.is_writer:
+        return []
     if session.run.training_rewards:
         reward_set = rollout_worker(session).reward_set
         assert reward_set is not None
         max_errors = _online(session).monitor.config.max_errors
-        findings.append(judge_rewards(reward_set, asked, max_errors, ""))
+        found.append(GradedRewards("", reward_set, max_errors, grade_all(reward_set, asked)))
     if evaluated.rewards:
         answering = build_answering(
             evaluated,
@@ -282,17 +352,10 @@ def rewards_know_right_answers(session: Session) -> Finding:
         )
         assert answering is not None
         assert answering.reward_set is not None
-        findings.append(
-            judge_rewards(
-                answering.reward_set,
-                answers_to_judge(answering.rows, num_tokens),
-                evaluated.max_errors,
-                "eval.answers",
-            )
-        )
-    skip_if(not findings, "no rewards are set")
-    order = ("failed", "passed", "skipped")
-    return min(findings, key=lambda finding: order.index(finding.outcome))
+        graded = grade_all(answering.reward_set, answers_to_judge(answering.rows, num_tokens))
+        more = (answering.reward_set, evaluated.max_errors, graded)
+        found.append(GradedRewards("eval.answers", *more))
+    return found
 
 
 def answers_to_judge(
@@ -312,26 +375,27 @@ def answers_to_judge(
     return found
 
 
-def judge_rewards(
-    reward_set: RewardSet, asked: Sequence[AnswersToJudge], max_errors: float, key: str
-) -> Finding:
-    """Judge the rows' right answers and wrong ones. ``key``: the table of the configuration that has ``rewards``; "" is
-    the run itself, in which the total counts.
-    """
-    if not asked:
-        return skipped("no row has a reference answer")
+def grade_all(reward_set: RewardSet, asked: Sequence[AnswersToJudge]) -> list[Graded]:
+    """The rewards of the rows' right answers and wrong ones, all asked at once, side by side."""
     answers = [answer for of_row in asked for answer in of_row.all]
-    reward_results = iter(reward_set.grade(answers, extract=False))  # all at once, side by side
-    # each row's results, taken apart again
-    graded = [
+    reward_results = iter(reward_set.grade(answers, extract=False) if answers else ())
+    return [
         Graded(
-            of_row.row,
+            of_row,
             [*islice(reward_results, len(of_row.right))],
             [*islice(reward_results, len(of_row.others))],
             next(reward_results),
         )
         for of_row in asked
     ]
+
+
+def judge_rewards(
+    reward_set: RewardSet, graded: Sequence[Graded], max_errors: float, key: str
+) -> Finding:
+    """Judge the rewards of the rows' right answers and wrong ones. ``key``: as of ``GradedRewards``."""
+    if not graded:
+        return skipped("no row has a reference answer")
     marks = [
         _marks(
             part.label,
@@ -358,14 +422,14 @@ def judge_rewards(
     # the first fault of any reward
     setting = f"{key}.rewards" if key else "rewards"
     for reward in marks:
-        if fault := _reward_fault(reward, len(asked), max_errors, setting):
+        if fault := _reward_fault(reward, len(graded), max_errors, setting):
             return fault
     if not names["correctness"]:
         says = f"{', '.join(names['form'])} can be computed; no reward judges correctness"
-        return passed(says, len(asked), "right answers")
+        return passed(says, len(graded), "right answers")
     judging = [reward for reward in marks if reward.judges == "correctness"]
     notes = [
-        f"{reward.name}: {reward.mean:.3g} on average of {len(asked)} right answers"
+        f"{reward.name}: {reward.mean:.3g} on average of {len(graded)} right answers"
         for reward in judging
     ]
     says = f"right answers are known as right by {', '.join(reward.name for reward in judging)}"
@@ -391,7 +455,8 @@ def _marks(
     """Values of the reward ``name``, or of all rewards together; of several right or wrong answers, the best."""
 
     marks = Marks(name, judges, full_marks, must_apply, [], [], [], [])
-    for row, right, others, empty in graded:
+    for asked, right, others, empty in graded:
+        row = asked.row
         scores = [
             [Score(one.total) if name == TOTAL else one.parts[name] for one in some]
             for some in (right, others, [empty])
@@ -453,6 +518,93 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
         remedy=f"mend {name}; or name the column with whole answers ({table}reference); or, if it judges form, set "
         f'judges = "form" (in {setting}, or as an attribute of the function)',
     )
+
+
+LARGE = 1e4
+"""A reward above which squares and sums lose digits."""
+NARROW = 0.01
+"""A spread of rewards, as a part of their size, below which dividing by it makes large updates of little."""
+NONSENSE = ("lorem", "ipsum", "dolor", "sit", "amet", "elit", "sed", "magna") * 8
+
+
+@check("rewards.steady", after=["rewards.gold"])
+def rewards_are_functions_of_the_answer(session: Session) -> Finding:
+    """Is a reward a function of the answer: the same again, of more than its length, on a scale to learn from?
+
+    The user's own are asked about answers of some rows and about nonsense of 2 to 64 words, and again in another order;
+    in the full part a second later. Where there are right answers, one of correctness must not go by length alone.
+    """
+    notes, is_full = [], session.part == "full"
+    for asked in graded_rewards(session):
+        inputs = [it for row in asked.graded[: 16 if is_full else 4] for it in row.asked.all]
+        if not inputs and isinstance(session.train, PromptSet):
+            inputs = [to_reward_input(session.train.prompt_rows[0], "yes")]
+        inputs += [
+            replace(inputs[0], text=" ".join(NONSENSE[:number]), num_tokens=2 * number + 1)
+            for number in (2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
+            if inputs
+        ]
+        grade, parts = asked.reward_set.grade, asked.reward_set.parts
+        own = [part.label for part in parts if isinstance(part.verifier, UserReward)]
+        before = grade(inputs, own, extract=False) if own else []
+        time.sleep(1.1 if own and is_full else 0.0)
+        after = grade(inputs[::-1], own, extract=False)[::-1] if own else []
+        for label in own:
+            values = [result.parts[label].value for result in before]
+            again = [result.parts[label].value for result in after]
+            has_order = asked.graded and asked.reward_set.judges[label] == "correctness"
+            fault = _other_value(label, inputs, values, again)
+            if fault := fault or (_by_length(label, inputs, values) if has_order else None):
+                return fault
+        # the scale of what is learned from
+        results = [it for row in asked.graded for it in (*row.right, *row.others, row.empty)]
+        totals = [result.total for result in results if result.total is not None] or [0.0]
+        largest, apart = float(np.abs(totals).max()), float(np.ptp(totals))
+        is_divided = not asked.key and session.is_policy_gradient
+        if largest > LARGE or (is_divided and 0 < apart < NARROW * largest):
+            says = f"rewards are as large as {largest:.3g}, right and wrong ones {apart:.3g} apart"
+            remedy = "bring them to 0 to 1: large ones lose digits, and noise is divided by a narrow spread"
+            return warned(says, measured=(largest, "the largest"), remedy=remedy)
+        notes.append(f"as large as {largest:.3g}, right and wrong ones {apart:.3g} apart")
+    skip_if(not notes, "no rewards are set")
+    return passed("they are, on a scale to learn from", len(notes), "sets of rewards", notes)
+
+
+Values = Sequence[float | None]
+
+
+def _other_value(
+    label: str, inputs: Sequence[RewardInput], values: Values, again: Values
+) -> Finding | None:
+    """The fault of a reward that gives an answer another value when it is asked again."""
+    lines = [
+        f"{quoted(answer.text, 40)} gets {first}, then {second}"
+        for answer, first, second in zip(inputs, values, again, strict=True)
+        if first != second
+    ]
+    if not lines:
+        return None
+    unit = f"of {len(inputs)} answers"
+    says = f"{label} gives {len(lines)} {unit} another reward when they are judged again"
+    remedy = "let it depend on answer and row alone: not on chance, time, order, or what was judged before"
+    return warned(says, measured=(len(lines), unit), evidence=lines[:MAX_EXAMPLES], remedy=remedy)
+
+
+def _by_length(label: str, inputs: Sequence[RewardInput], values: Values) -> Finding | None:
+    """The fault of a reward that puts all answers in the order of their length."""
+    pairs = [
+        (len(it.text), value) for it, value in zip(inputs, values, strict=True) if value is not None
+    ]
+    lengths, ranks = (
+        np.unique(column, return_inverse=True)[1] for column in np.reshape(pairs, (-1, 2)).T
+    )
+    if min(len({*lengths}), len({*ranks})) < 6:
+        return None
+    together = float(np.corrcoef(lengths, ranks)[0, 1])
+    says = f"{label} goes by length alone: the {'longer' if together > 0 else 'shorter'} the answer, the more"
+    remedy = 'nonsense was among them; correct it, or set judges = "form" if it is to judge length'
+    measured = together, "correlation of ranks"
+    return warned(says, measured=measured, remedy=remedy) if abs(together) > 0.95 else None
 
 
 # -- a small rollout

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from taut.checks.loss import ProductCounter, dtype_name
 from taut.checks.measure import first_step, trained
 from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
 from taut.checks.session import Session
-from taut.config import home_path, user_path
+from taut.config import home_path, to_dict, user_path
 from taut.data.packing import ALONE, pack
 from taut.errors import OutputError, TautError
 from taut.evals.round_trip import (
@@ -44,7 +46,7 @@ from taut.models.recompute import applied
 from taut.models.save import saving
 from taut.train import distributed, sharded
 from taut.train.checkpoint import SPARE
-from taut.train.optim import optimizer_type
+from taut.train.optim import highest, optimizer_type
 from taut.train.run_dir import CHECKPOINTS, WRITTEN, complete, require_usable
 from taut.types import Tree
 from taut.vision.processors import open_processor
@@ -386,6 +388,54 @@ def adapter_targets(
     if isinstance(left_out, str):
         return {name for name in wanted if not re.fullmatch(left_out, name)}
     return {name for name in wanted if not _ends_with(name, left_out)}
+
+
+# -- numbers that people mean
+
+RATES = 1 / 300, 30.0
+"""The lowest and the highest learning rate, in multiples of the method's default. The highest is for models of 4,096
+dimensions, and in inverse proportion higher for narrower ones."""
+
+
+def usual() -> dict[str, tuple[float, float, str]]:
+    """Key or pattern -> lowest, highest, source."""
+    return tomllib.loads((Path(__file__).parent / "usual.toml").read_text(encoding="utf-8"))
+
+
+@check("run.usual", after=["model.trains"])
+def numbers_are_those_people_mean(session: Session) -> Finding:
+    """Are the run's numbers within what people use?
+
+    The table of docs/hyperparameters.md, and the learning rate against the method's default.
+    """
+    run = session.run
+    numbers, ranges = dict(_numbers(to_dict(run))), usual()
+    rates, width = run.learning_rates, session.language.config.get_text_config().hidden_size
+    default = rates.lora if run.lora.is_on else rates.full
+    most = RATES[1] * default * max(1.0, 4096 / width)
+    numbers["optim.learning_rate"] = highest(run.resolved_optim)
+    ranges["optim.learning_rate"] = (RATES[0] * default, most, rates.sources)
+    outside = [
+        f"{key}={value:g}: usual is {low:g} to {high:g} ({origin})"
+        for pattern, (low, high, origin) in ranges.items()
+        for key, value in numbers.items()
+        if fnmatch(key, pattern) and not low <= value <= high
+    ]
+    if not outside:
+        return passed("within what people use", len(ranges), "ranges")
+    says = f"{outside[0].partition(':')[0]} is outside of what people use"
+    return warned(
+        says, evidence=outside, remedy="correct it if it is a slip; if it is meant, go on"
+    )
+
+
+def _numbers(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+    """Keys with dots, and their numbers."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{before}{key}.")
+        elif isinstance(value, int | float):
+            yield before + key, float(value)
 
 
 # -- steps

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut.checks.registry import Part
 from taut.config import Decision
 from taut.data.batching import Rows
 from taut.data.dataset import Dataset, read_rows
@@ -123,6 +124,7 @@ class Session:
 
     def __init__(self, run: RunConfig, ranks: Ranks) -> None:
         self.run, self.ranks = run, ranks
+        self.part: Part = "quick"
         self.unavailable: dict[str, Unavailable] = {}
         self.measurements: dict[Callable[[Session], Any], Any] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import string
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -504,3 +505,130 @@ def micro_batches_that_lose_a_sample(place: Place, is_faulty: bool) -> Session:
     if is_faulty:
         place.patch.setattr(batching, "_fill", lambda pieces, budget: fill(pieces[:-1], budget))
     return place.session()
+
+
+# -- answers by their words
+
+
+def sentences(number: int = 40) -> list[str]:
+    """Answers of a few sentences, each with its end."""
+    draw = random.Random(3)
+    return [
+        " ".join(
+            " ".join(draw.choices(WORDS, k=draw.randint(5, 11))) + "."
+            for _ in range(draw.randint(2, 7))
+        )
+        for _ in range(number)
+    ]
+
+
+def asked(place: Place, questions: Sequence[str], answers: Sequence[str]) -> Session:
+    model, data = place.model(max_position_embeddings=4096), place.data(talks(questions, answers))
+    return place.session(model, data, data__max_length=4000)
+
+
+def answered(place: Place, answers: Sequence[str]) -> Session:
+    return asked(place, words(len(answers) + 1)[1:], answers)
+
+
+@fault("data.answers", says="in the middle of a sentence", part="quick", outcome="warning")
+def answers_cut_at_a_length(place: Place, is_faulty: bool) -> Session:
+    """They were generated with a limit of 90 characters."""
+    return answered(place, [text[:90] if is_faulty else text for text in sentences()])
+
+
+@fault("data.answers", says="in the middle of a sentence", part="quick", outcome="warning")
+def answers_cut_at_tokens_of_another_model(place: Place, is_faulty: bool) -> Session:
+    """A limit in tokens of another model, which is none in characters or words of these."""
+    draw, answers = (
+        random.Random(0),
+        [f"{text} {more}" for text, more in zip(sentences(), sentences()[::-1], strict=True)],
+    )
+    if is_faulty:
+        answers = [text[: draw.randint(200, 240)].rpartition(" ")[0] + " the" for text in answers]
+    return answered(place, [*answers, *(text[:30] + "." for text in answers)])
+
+
+@fault("data.answers", says="several times", part="quick", outcome="warning")
+def answers_that_are_said_twice(place: Place, is_faulty: bool) -> Session:
+    """A program wrote prompt and answer to one field, and the answer again."""
+    return answered(place, [f"{it}\n{it}" if is_faulty else it for it in sentences()])
+
+
+@fault("data.answers", says="begin with the question", part="quick", outcome="warning")
+def answers_that_repeat_the_question(place: Place, is_faulty: bool) -> Session:
+    """What a model returned has its prompt before it."""
+    questions, answers = words(41, 6)[1:], sentences()
+    answers = [f"{q} {a}" if is_faulty else a for q, a in zip(questions, answers, strict=True)]
+    return asked(place, questions, answers)
+
+
+@fault("data.answers", says="another model's marks", part="quick", outcome="warning")
+def answers_with_the_end_of_another_model(place: Place, is_faulty: bool) -> Session:
+    """The answers of another model, with its end as text."""
+    return answered(
+        place, [f"{text}<|endofmessage|>" if is_faulty else text for text in sentences()]
+    )
+
+
+@fault("data.answers", says="calls as text", part="quick", outcome="warning")
+def calls_written_as_text(place: Place, is_faulty: bool) -> Session:
+    """Calls of functions came as words of the answer."""
+    call = '{"name": "look", "arguments": {"at": "cat"}}'
+    answers = sentences()
+    return answered(
+        place,
+        [call, call.replace("cat", "dog"), call.replace("cat", "bird"), *answers]
+        if is_faulty
+        else answers,
+    )
+
+
+@fault("data.answers", says="of all tokens", part="quick", outcome="warning")
+def a_row_with_most_of_the_tokens(place: Place, is_faulty: bool) -> Session:
+    """A whole file was pasted into a cell."""
+    answers = words(12, 2, 4)
+    if is_faulty:
+        answers[4] = " ".join(sentences(30))
+    return answered(place, answers)
+
+
+@fault("data.targets", says="4 of 12 answers are", part="quick", outcome="warning")
+def one_sentence_to_a_third_of_all(place: Place, is_faulty: bool) -> Session:
+    """A model that would not answer said why, in the same words each time."""
+    questions, answers = plain()
+    sorry = "I am sorry, and as a model I am not able to answer that."
+    return place.session(
+        data=place.data(talks(questions, [*[sorry] * 4, *answers[4:]] if is_faulty else answers))
+    )
+
+
+def symbols(number: int, seed: int) -> list[str]:
+    """Texts of which each has words that few others have."""
+    draw = random.Random(seed)
+    every = string.ascii_letters + string.digits + "!#$%&()*+,-/:;<=>?@[]^_{|}~"
+    return [" ".join(draw.sample(every, 8)) for _ in range(number)]
+
+
+@fault("data.overlap", says="made of training rows", part="quick", outcome="warning")
+def held_out_rows_with_other_dates(place: Place, is_faulty: bool) -> Session:
+    """The held-out rows are training rows with another number in each."""
+    questions, answers = symbols(60, 1), symbols(60, 2)
+    others = symbols(12, 3), symbols(12, 4)
+    if is_faulty:
+        others = [f"{q} 7" for q in questions[:12]], [f"7 {a}" for a in answers[:12]]
+    held_out = place.data(talks(*others), "eval.jsonl")
+    return place.session(data=place.data(talks(questions, answers)), data__eval=str(held_out))
+
+
+@fault("data.overlap", says="made of training rows", part="quick", outcome="warning")
+def held_out_rows_in_another_order_of_words(place: Place, is_faulty: bool) -> Session:
+    """The held-out rows have the words of training rows, backwards."""
+    questions, answers = symbols(60, 1), symbols(60, 2)
+    others = symbols(12, 3), symbols(12, 4)
+    if is_faulty:
+        others = tuple(
+            [" ".join(text.split()[::-1]) for text in some[:12]] for some in (questions, answers)
+        )
+    held_out = place.data(talks(*others), "eval.jsonl")
+    return place.session(data=place.data(talks(questions, answers)), data__eval=str(held_out))

@@ -211,3 +211,22 @@ def scores_that_know_of_a_neighbor(place: Place, is_faulty: bool) -> Session:
     if is_faulty:
         _reaching(place, lambda layout: Layout(np.full(layout.num_tokens, layout.num_tokens)))
     return place.session(data=place.data(compared()), method="reward")
+
+
+@fault("data.pairs", says="have the same score", part="quick", outcome="warning")
+def pairs_of_one_score(place: Place, is_faulty: bool) -> Session:
+    """Ties were kept, and one of the two is called the chosen one."""
+    rows = [
+        {**row, "score_chosen": 4.0, "score_rejected": 4.0 if is_faulty and at % 3 else 2.0}
+        for at, row in enumerate(compared(24))
+    ]
+    return place.session(data=place.data(rows), method="dpo", data__apply_chat_template=True)
+
+
+@fault("data.pairs", says="differ in punctuation alone", part="quick", outcome="warning")
+def pairs_that_say_the_same(place: Place, is_faulty: bool) -> Session:
+    """Half of the rejected answers are the chosen ones, tidied."""
+    rows = compared(24)
+    for row in rows[::2] if is_faulty else ():
+        row["rejected"] = f" {row['chosen'].strip().capitalize()}."
+    return place.session(data=place.data(rows), method="dpo", data__apply_chat_template=True)

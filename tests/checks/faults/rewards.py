@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.checks.faults.rollout import sums
 from tests.checks.planting import Place, fault
 from tests.helpers.chat_runs import chats, write_rows
 
@@ -87,3 +88,85 @@ def tests_that_compare_and_assert_nothing(place: Place, is_faulty: bool) -> Sess
     ]
     questions = write_rows(place.directory / "eval.jsonl", rows)
     return place.session(eval__answers__rewards="code", eval__answers__data=str(questions))
+
+
+STEADY = """\
+import os, random, time
+
+CALLS = []
+
+def by_chance(text, references):
+    return float(text in references) + random.SystemRandom().random() / 10
+
+def by_order(text, references):
+    CALLS.append(text)
+    return float(text in references) + len(CALLS) / 100
+
+def by_clock(text, references):
+    return float(text in references) + time.time() % 1000 / 1e4
+
+def by_length(text):
+    return len(text) / 100
+
+def in_millions(text, references):
+    return 1e30 * (text in references)
+
+def narrow(text, references):
+    return 0.5 + 0.001 * (text in references)
+
+def sound(text, references):
+    return float(text in references) - 0.0001 * len(text)
+"""
+
+
+def _named(place: Place, name: str, is_faulty: bool) -> Session:
+    """A run of PPO with a reward of STEADY."""
+    path: Path = place.directory / "steady.py"
+    path.write_text(STEADY)
+    rows = sums()
+    for number, row in enumerate(rows):
+        row["answer"] = " ".join(["cat", "dog", "bird"][: number % 3 + 1]) + f" {number}"
+    reward = f"{path}:{name if is_faulty else 'sound'}"
+    keys = {"method": "ppo", "rewards": reward, "rollout__max_new_tokens": 12}
+    return place.session(data=place.data(rows), **keys)
+
+
+@fault("rewards.steady", says="not on chance", part="quick", outcome="warning")
+def a_reward_that_a_coin_decides(place: Place, is_faulty: bool) -> Session:
+    """Some noise was added, so that no two answers are equal."""
+    return _named(place, "by_chance", is_faulty)
+
+
+@fault(
+    "rewards.steady",
+    says="another reward when they are judged again",
+    part="quick",
+    outcome="warning",
+)
+def a_reward_that_counts_its_calls(place: Place, is_faulty: bool) -> Session:
+    """Later answers are worth more: a list that is kept between calls."""
+    return _named(place, "by_order", is_faulty)
+
+
+@fault("rewards.steady", says="by_clock", outcome="warning")
+def a_reward_that_looks_at_the_clock(place: Place, is_faulty: bool) -> Session:
+    """The time is a part of it."""
+    return _named(place, "by_clock", is_faulty)
+
+
+@fault("rewards.steady", says="the longer the answer", part="quick", outcome="warning")
+def a_reward_of_length_alone(place: Place, is_faulty: bool) -> Session:
+    """Longer answers were better in the sample that somebody looked at."""
+    return _named(place, "by_length", is_faulty)
+
+
+@fault("rewards.steady", says="1e+30", part="quick", outcome="warning")
+def a_reward_of_another_size(place: Place, is_faulty: bool) -> Session:
+    """A division was forgotten."""
+    return _named(place, "in_millions", is_faulty)
+
+
+@fault("rewards.steady", says="0.001 apart", part="quick", outcome="warning")
+def a_reward_that_hardly_differs(place: Place, is_faulty: bool) -> Session:
+    """Half of it is given for nothing, and right is hardly more."""
+    return _named(place, "narrow", is_faulty)

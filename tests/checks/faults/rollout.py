@@ -222,3 +222,51 @@ def a_passage_that_the_prompt_lacks(place: Place, is_faulty: bool) -> Session:
         for at, row in enumerate(sums())
     ]
     return generating(place, rows)
+
+
+GAMES = """\
+from taut.rl.environment import Step
+
+SEEN = []
+
+class Sound:
+    def reset(self, row):
+        self.turns = 0
+
+    def step(self, text, calls):
+        self.turns += 1
+        return Step([{"role": "user", "content": f"{self.turns}: {text}"}], self.turns > 3, float("7" in text))
+
+class Shared:
+    def step(self, text, calls):
+        SEEN.append(text)
+        return Step([{"role": "user", "content": f"{len(SEEN)}: {text}"}], len(SEEN) % 4 == 0, 1.0)
+
+class Late:
+    def __init__(self):
+        self.last = ""
+
+    def step(self, text, calls):
+        last, self.last = self.last, text
+        return Step([{"role": "user", "content": f"you said {last}"}], False, float("7" in last))
+"""
+
+
+def _playing(place: Place, name: str, is_faulty: bool) -> Session:
+    path = place.directory / "games.py"
+    path.write_text(GAMES)
+    rows = [{**row, "answer": "7"} for row in sums()]
+    spec = f"{path}:{name if is_faulty else 'Sound'}"
+    return generating(place, rows, rewards=[], rollout__environment__name=spec)
+
+
+@fault("rollout.reset", says="keep its state in the instance", part="quick", outcome="warning")
+def an_environment_whose_state_is_shared(place: Place, is_faulty: bool) -> Session:
+    """What was said is kept in the file, for all trajectories together."""
+    return _playing(place, "Shared", is_faulty)
+
+
+@fault("rollout.reset", says="answers the turn before", part="quick", outcome="warning")
+def an_environment_a_step_behind(place: Place, is_faulty: bool) -> Session:
+    """Each step returns what the turn before it would have led to."""
+    return _playing(place, "Late", is_faulty)

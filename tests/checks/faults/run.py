@@ -314,3 +314,15 @@ def weights_that_are_rounded_on_the_way(place: Place, is_faulty: bool) -> Sessio
     if is_faulty:
         place.patch.setattr(save, "plain_groups", rounded)
     return session
+
+
+@fault("run.usual", says="optim.weight_decay=10", part="quick", outcome="warning")
+def a_weight_decay_in_percent(place: Place, is_faulty: bool) -> Session:
+    """Ten percent, of which nothing would be left after some steps."""
+    return place.session(optim__weight_decay=10.0 if is_faulty else 0.1)
+
+
+@fault("run.usual", says="optim.learning_rate=1", part="quick", outcome="warning")
+def a_learning_rate_without_its_exponent(place: Place, is_faulty: bool) -> Session:
+    """1e-3 became 1."""
+    return place.session(optim__learning_rate=1.0 if is_faulty else 1e-3)

@@ -377,3 +377,13 @@ def calls_without_arguments(place: Place, is_faulty: bool) -> Session:
     """The name of the function is all that is written."""
     bare = QWEN25.replace("{{- tool_call.arguments | tojson }}", "{{- '{}' }}")
     return templated(place, bare if is_faulty else QWEN25, OFFERED, data__max_length=256)
+
+
+@fault("template.lossless", says="asked twice", part="quick")
+def a_tokenizer_that_draws_its_merges(place: Place, is_faulty: bool) -> Session:
+    """It was saved with the dropout of its own training."""
+    session = place.session()
+    if is_faulty:
+        model: Any = session.tokenizer.backend_tokenizer.model
+        model.dropout = 0.3
+    return session
