@@ -260,9 +260,17 @@ _defaults: dict[tuple[type[Any], str], Any] = {}
 
 
 def rules_of(cls: type[Any]) -> tuple[Rule, ...]:
-    """The rules of a configuration class, and then those of its bases."""
+    """The rules of a configuration class, and then those of its bases. A class that does not ask for keys names them in
+    ``unasked``: nothing that is required of them is.
+    """
     if cls not in _rules:
-        _rules[cls] = tuple(rule for line in lines_of(cls) for rule in parse(line))
+        unasked = getattr(cls, "unasked", ())
+        rules = (rule for line in lines_of(cls) for rule in parse(line))
+        _rules[cls] = tuple(
+            rule
+            for rule in rules
+            if rule.kind != "requires" or not any(one.key in unasked for one in rule.wanted)
+        )
     return _rules[cls]
 
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig
 from taut.commands.settings import Plan, Planning
 from taut.config import Decision, configclass, load
 from taut.data.settings import DataConfig
+from taut.data.store.cache import directory_of
 from taut.errors import ConfigError
 from taut.io.console import warn_if_slow
 from taut.io.terminal import Terminal
@@ -34,8 +35,8 @@ from taut.methods.method import class_of
 from taut.models import architecture
 from taut.models.attention_backends import select
 from taut.models.cpu import cpu_matmul
-from taut.models.load import load_config
-from taut.models.precision import DTYPES, resolve_dtype
+from taut.models.load import has_tokenizer, load_config
+from taut.models.precision import DTYPES, no_bf16, resolve_dtype
 from taut.models.quantized.quantized_layers import format_of
 from taut.models.recompute import require_possible
 from taut.models.settings import ActivationCheckpointing, LoraConfig, Quantize
@@ -48,9 +49,19 @@ from taut.plan.memory import (
     predict,
     predict_steps,
 )
+from taut.plan.memory_options import Memory, recomputation_limit, settings_that_help
 from taut.plan.models import FUSED, Kernels, skeleton
-from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet, recomputed
+from taut.plan.rates import (
+    GPUS,
+    Rates,
+    Seconds,
+    calibrate,
+    from_data_sheet,
+    gpu_named,
+    recomputed,
+)
 from taut.plan.rollouts import Rollout, rollout_of, scoring_of, seconds_of
+from taut.plan.trace_cache import keeping
 from taut.plan.workload import Workload, without_data, workload
 from taut.run.inputs import load_inputs
 from taut.train import distributed
@@ -143,7 +154,9 @@ class Planned:
     ways: tuple[Way, ...]
     """All configurations, the configured one first."""
     decisions: tuple[Decision, ...] = ()
-    """Settings that the method chooses."""
+    """Settings that the run leaves open."""
+    advice: str = ""
+    """Where no way fits, what other settings take."""
 
     @property
     def fits(self) -> bool:
@@ -161,6 +174,7 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
         "__module__": __name__,
         "__annotations__": {"data": DataConfig},
         "data": DataConfig(),
+        "unasked": ("rewards",),  # they take no memory but that of reward models
     }
     cls: type[Any] = configclass(type(f"Plan{method.__name__}", (Planning, method), body))
     return run(load(cls, path, overrides))
@@ -168,7 +182,8 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
 
 def run(config: Any) -> int:
     """Print the plan; 0 where it fits."""
-    planned = plan(config)
+    with keeping(directory_of(config.data.cache)):
+        planned = plan(config)
     show(planned, Terminal())
     return 0 if planned.fits else 1
 
@@ -188,17 +203,37 @@ def plan(config: Plan) -> Planned:
     if config.parallel.cpu_offload:
         distributed.require_offloadable(machine.device or torch.device("cuda"))
     num_shares = config.gpus // config.parallel.tensor
-    if config.data.train is not None:
+    decisions = config.decisions
+    if machine.device is None and config.dtype is None and machine.kernels.dtype == torch.float32:
+        reason = f"{machine.name} has neither bf16 arithmetic nor FlashAttention"
+        decisions.append(Decision("dtype", "float32", reason))
+    is_elsewhere = not Path(config.model).exists()  # at the hub, which has a tokenizer
+    if config.data.train is not None and (is_elsewhere or has_tokenizer(config.model)):
         with warn_if_slow("reading the data and laying out the first steps"):
-            inputs = load_inputs(config, Ranks(0, 1, torch.device("cpu")))
+            ranks = Ranks(0, 1, torch.device("cpu"))
+            inputs = load_inputs(config, ranks, needs_weights=False)
             model, work = inputs.config, workload(config, inputs, num_shares)
     else:
         work = without_data(config, model, num_shares)
+        if config.data.train is not None:
+            why = f"{config.model} has no tokenizer, so data.train is not read"
+            work = work._replace(source=work.source.replace("no data given", why))
     limit = int(machine.memory * (1 - config.headroom))
     with warn_if_slow("timing a few layers on this machine (measure=false leaves that out)"):
         rates = _rates(config, model, machine, work)
+    # whether layers are recomputed where the run leaves it open, as the run decides it
+    if config.activation_checkpointing is None:
+        kept = replace(config, activation_checkpointing=False)
+        with warn_if_slow("counting the bytes of a step"):
+            planner = _Planner(kept, model, machine, work, limit)
+        step = planner.footprint(planner.full, config.gpus).step
+        most = recomputation_limit(machine.memory, machine.kernels.device, config.headroom)
+        config = replace(config, activation_checkpointing=step > most)
+        reason = f"a step takes {_gib(step)} GiB without, and {_gib(most)} are there for it"
+        value = str(config.activation_checkpointing).lower()
+        decisions.append(Decision("activation_checkpointing", value, reason))
     # the configurations to compare: the configured one first
-    ways, num_parameters = [], 0
+    ways, num_parameters = list[Way](), 0
     is_lora, lora = config.lora.is_on, config.lora
     lora = lora if is_lora else LoraConfig(rank=LORA_RANK)
     bases: list[tuple[bool, Quantize | None]] = [(False, None), (True, None)]
@@ -230,8 +265,16 @@ def plan(config: Plan) -> Planned:
             planner = _Planner(other, model, machine, work, limit)
         ways.append(planner.way(name, config, rates))
         num_parameters = num_parameters or planner.full.traced.policy.num_parameters
+    # where none of them fits: every other setting that takes less memory
+    advice = ""
+    if not any(way.most_tokens for way in ways):
+        kernels, size = machine.kernels, machine.memory
+        packed = work.supply.filled(work.supply.longest)
+        there = Memory(model, kernels, packed, work, size, config.gpus, limit)
+        with warn_if_slow("trying other settings that take less memory"):
+            advice = f"with {packed.num_tokens:,} tokens, {settings_that_help(config, there)}"
     return Planned(
-        machine, config.gpus, limit, work, num_parameters, tuple(ways), tuple(config.decisions)
+        machine, config.gpus, limit, work, num_parameters, tuple(ways), tuple(decisions), advice
     )
 
 
@@ -247,16 +290,17 @@ def memory(text: str, key: str) -> int:
 
 def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
     """The machine of the plan: a named GPU, one of the given memory, or this machine."""
-    if config.gpu is not None and config.gpu not in GPUS:
-        raise ConfigError(
-            f"gpu={config.gpu} is not in the table; expected one of {', '.join(GPUS)}; or set gpu_memory instead"
-        )
     size_set = None if config.gpu_memory is None else memory(config.gpu_memory, "gpu_memory")
     is_here = config.device == "cpu" or torch.cuda.is_available() or size_set is None
     if config.gpu is not None or not is_here:
-        name = config.gpu or "GPU"
+        # a GPU that is not here: one of the table, or one that has bf16
+        name = "GPU" if config.gpu is None else gpu_named(config.gpu)
+        has_bf16 = config.gpu is None or GPUS[name].has_bf16
+        if config.dtype == "bfloat16" and not has_bf16:
+            raise no_bf16(name)
         size = size_set or int(GPUS[name].gib * GIB)
-        return Machine(name, None, size, Kernels(DTYPES[config.dtype or "bfloat16"], FUSED, size))
+        dtype = config.dtype or ("bfloat16" if has_bf16 else "float32")
+        return Machine(name, None, size, Kernels(DTYPES[dtype], FUSED, size))
     device = distributed.start(config.device).device
     compute = resolve_dtype(config.dtype, device).dtype
     chosen = select(config.attention, device, compute, model)
@@ -500,7 +544,8 @@ def _verdict(planned: Planned) -> str:
     other = next((way for way in planned.ways if way.most_tokens), None)
     if other is None:
         why = f"; {ABOUT['loading']}" * (configured.footprint.loading > planned.limit)
-        return f"does not fit: {need}, nor does any way below{why}; take larger GPUs, or a smaller model"
+        others = f", nor does any way below{why}" if len(planned.ways) > 1 else why
+        return f"does not fit: {need}{others}; {planned.advice}"
     verdict = f"does not fit: {need}; set {' '.join(other.keys)}"
     if configured.now.peak <= planned.limit:
         verdict += f" (the first steps would fit: {_gib(configured.now.peak)} GiB)"

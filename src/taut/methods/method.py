@@ -205,10 +205,11 @@ class RunConfig:
     """Compile each decoder layer with torch.compile, attention outside. Needs Triton on a GPU, a C++ compiler on a CPU;
     the first steps wait for it."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    activation_checkpointing: ActivationCheckpointing = False
+    activation_checkpointing: ActivationCheckpointing = None
     """Activations to recompute in the backward pass instead of storing them. true: each layer, from its inputs;
     selective: each layer except its matrix products and attention, which are stored; offload: as true, with the inputs
-    in host memory."""
+    in host memory. Default: true if by `taut plan` a step would take more than 90% of the GPU's memory, or half of the
+    machine's on a CPU, else false."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     freeze: list[str] = field(default_factory=list)

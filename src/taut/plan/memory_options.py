@@ -6,28 +6,34 @@ fits alone one after the other until they fit together. A new setting is a row o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedConfig
 
-from taut.config import replace, to_dict
+from taut.config import Decision, replace, to_dict
+from taut.data.store.cache import directory_of
 from taut.errors import ConfigError, ModelError
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.attention_backends import select
 from taut.models.precision import resolve_dtype
 from taut.models.recompute import require_possible
-from taut.plan.memory import device_memory, needs
-from taut.plan.models import FUSED, Kernels
-from taut.plan.workload import Workload, workload
+from taut.plan.memory import coarse_bound, device_memory, needs, predict
+from taut.plan.models import FUSED, Kernels, planned_model
+from taut.plan.trace_cache import keeping
+from taut.plan.workload import Workload, without_data, workload
 from taut.train.distributed import Ranks, require_offloadable
 from taut.types import Packed
 
 GIB = 2**30
 SPARE = 0.1
 """Share of a device that the driver, collectives and the allocator's fragments take."""
+HOST_SHARE = 0.5
+"""Share of a machine's memory that a step may take on a CPU before layers are recomputed: others run there too."""
 WORTH = 0.01
 """A setting that saves a smaller share is left out."""
 TOKENS = "batch.tokens_per_microbatch"
@@ -69,6 +75,8 @@ class Memory:
     size: int
     """Bytes of the device."""
     num_ranks: int
+    limit: int
+    """Bytes of it that a run may take."""
 
     def peak(self, run: RunConfig) -> int:
         """Bytes of a rank. Raises ConfigError and ModelError for a run that cannot be."""
@@ -91,13 +99,67 @@ def memory_of(run: RunConfig, inputs: Inputs, ranks: Ranks, num_tokens: int | No
     first steps.
     """
     work, size = workload(run, inputs, ranks.num_shares), device_memory(ranks.device)
-    dtype = resolve_dtype(run.dtype, ranks.device).dtype
-    kernels = Kernels(dtype, FUSED, size)
-    if ranks.device.type == "cpu":
-        chosen = select(run.attention, ranks.device, dtype, inputs.config)
-        kernels = Kernels(dtype, chosen.implementation)
+    kernels = kernels_of(run, inputs, ranks)
     packed = work.largest if num_tokens is None else work.supply.filled(num_tokens)
-    return Memory(inputs.config, kernels, packed, work, size, ranks.size)
+    limit = int(size * (1 - SPARE))
+    return Memory(inputs.config, kernels, packed, work, size, ranks.size, limit)
+
+
+def decide_recomputation(
+    run: RunConfig, inputs: Inputs, ranks: Ranks, before: Mapping[str, Any] | None = None
+) -> tuple[RunConfig, list[Decision]]:
+    """The run with ``activation_checkpointing`` set, where it is not, by the memory of a full micro-batch; every rank
+    calls it, and takes the first one's choice. ``before``: resolved.json of the run to resume, which goes on as it was.
+    """
+    if run.activation_checkpointing is not None:
+        return run, []
+    how = None if before is None else before["config"].get("activation_checkpointing")
+    reason = "that of the run to resume"
+    if how is None:
+        how, reason = ranks.gather(_recomputes(run, inputs, ranks))[0]
+    decided = dataclasses.replace(run, activation_checkpointing=how)
+    vars(decided).update({key: made for key, made in vars(run).items() if key not in vars(decided)})
+    return decided, [Decision("activation_checkpointing", str(how).lower(), reason)]
+
+
+def recomputation_limit(size: int, device: torch.device, spare: float = SPARE) -> int:
+    """The bytes of a device that a step may take without recomputing layers."""
+    return int(size * (min(HOST_SHARE, 1 - spare) if device.type == "cpu" else 1 - spare))
+
+
+def _recomputes(run: RunConfig, inputs: Inputs, ranks: Ranks) -> tuple[bool, str]:
+    """Whether a step would not fit without recomputing layers, and why."""
+    size = device_memory(ranks.device)
+    limit = recomputation_limit(size, ranks.device)
+    kernels = kernels_of(run, inputs, ranks)
+    try:
+        model = planned_model(run, inputs.config, kernels)
+        dtype = torch.promote_types(kernels.dtype, torch.float32)
+        bound = coarse_bound(run, inputs, model, ranks.device, dtype)
+        if bound is not None and bound <= limit:
+            return False, f"a step takes at most {_gib(bound)} of {_gib(size)} GiB"
+        if run.data.is_stream:  # its rows are not known before its steps
+            work = without_data(run, inputs.config, ranks.num_shares)
+        else:
+            work = workload(run, inputs, ranks.num_shares)
+        is_first, packed = work.later is None, work.fullest
+        with keeping(directory_of(run.data.cache)):
+            found = predict(
+                run, inputs.config, kernels, packed, is_first=is_first, num_ranks=ranks.size
+            )
+    except ModelError as error:
+        return False, f"what a step takes is not known: {error}"
+    step = found.footprint.step
+    text = f"by plan a step takes {_gib(step)} GiB without, and {_gib(limit)} are there for it"
+    return step > limit, f"{text} ({packed.num_tokens:,} tokens)"
+
+
+def kernels_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Kernels:
+    """The settings of the computation of a run on this device."""
+    dtype = resolve_dtype(run.dtype, ranks.device).dtype
+    if ranks.device.type != "cpu":
+        return Kernels(dtype, FUSED, device_memory(ranks.device))
+    return Kernels(dtype, select(run.attention, ranks.device, dtype, inputs.config).implementation)
 
 
 def suggest_settings(run: RunConfig, inputs: Inputs, ranks: Ranks, num_tokens: int | None) -> str:
@@ -116,7 +178,7 @@ def settings_that_help(run: RunConfig, memory: Memory) -> str:
     """
     # each setting alone; those that are needed together, until they fit
     now = memory.peak(run)
-    limit = min(int(memory.size * (1 - SPARE)), now - 1)
+    limit = min(memory.limit, now - 1)
     found, together = [], run
     sizes: list[int] = []
     for setting in SETTINGS:

@@ -21,6 +21,8 @@ that go to the host and come back, at the bus's. These are not measured, and the
 
 from __future__ import annotations
 
+import difflib
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from taut.attention.layout import Layout
+from taut.errors import ConfigError
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.cpu import faster_layers
@@ -86,26 +89,65 @@ class Gpu(NamedTuple):
 
     gib: float
     tflops: float
-    """Dense bf16 peak."""
+    """Dense peak in bf16, with sums in float32; in float16 where there is no bf16."""
     gb_per_second: float
     """Memory bandwidth."""
     link_gb_per_second: float
     """Bandwidth to the other GPUs of its machine, one way."""
     bus_gb_per_second: float
     """Bandwidth to the host's memory, one way: PCI Express of 16 lanes."""
+    capability: float = 8.0
+    """Compute capability, which says what it computes."""
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it has bf16 arithmetic and FlashAttention, as NVIDIA's have from 8.0 on."""
+        return self.capability >= 8.0
 
 
 GPUS = {
+    "T4": Gpu(16, 65, 320, 16, 16, 7.5),
+    "V100-16GB": Gpu(16, 125, 900, 150, 16, 7.0),
+    "V100-32GB": Gpu(32, 125, 900, 150, 16, 7.0),
+    "A10": Gpu(24, 125, 600, 32, 32, 8.6),
+    "A10G": Gpu(24, 70, 600, 32, 32, 8.6),
+    "RTX3090": Gpu(24, 71, 936, 32, 32, 8.6),
+    "A6000": Gpu(48, 155, 768, 32, 32, 8.6),
     "A100-40GB": Gpu(40, 312, 1555, 300, 32),
     "A100-80GB": Gpu(80, 312, 2039, 300, 32),
-    "H100": Gpu(80, 989, 3350, 450, 64),
-    "H200": Gpu(141, 989, 4800, 450, 64),
-    "B200": Gpu(180, 2250, 8000, 900, 64),
-    "L4": Gpu(24, 121, 300, 32, 32),
-    "L40S": Gpu(48, 362, 864, 32, 32),
-    "RTX4090": Gpu(24, 165, 1008, 32, 32),
+    "L4": Gpu(24, 121, 300, 32, 32, 8.9),
+    "L40": Gpu(48, 181, 864, 32, 32, 8.9),
+    "L40S": Gpu(48, 362, 864, 32, 32, 8.9),
+    "RTX4090": Gpu(24, 165, 1008, 32, 32, 8.9),
+    "RTX6000-Ada": Gpu(48, 364, 960, 32, 32, 8.9),
+    "RTX5090": Gpu(32, 210, 1792, 64, 64, 12.0),
+    "RTX-PRO-6000": Gpu(96, 504, 1792, 64, 64, 12.0),
+    "H100": Gpu(80, 989, 3350, 450, 64, 9.0),
+    "H200": Gpu(141, 989, 4800, 450, 64, 9.0),
+    "B200": Gpu(180, 2250, 8000, 900, 64, 10.0),
+    "MI300X": Gpu(192, 1307, 5300, 448, 64, 9.4),
 }
 """Vendors' figures (SXM where it exists), not measured."""
+_MAKER = re.compile(r"nvidia|geforce|tesla|quadro|rtx|amd|instinct|[\W_]+")
+
+
+def gpu_named(name: str) -> str:
+    """The GPU of the table that a name, or a part of it, means. Raises ConfigError where that is none, or several."""
+    plain = {known: _MAKER.sub("", known.lower()) for known in GPUS}
+    wanted = _MAKER.sub("", name.lower())
+    found = [known for known, text in plain.items() if text == wanted]
+    found = found or [known for known, text in plain.items() if wanted and wanted in text]
+    if len(found) == 1:
+        return found[0]
+    texts = {text: known for known, text in plain.items()}
+    near = found or [texts[text] for text in difflib.get_close_matches(wanted, texts, n=2)]
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    what = "is more than one GPU of" if found else "is not in"
+    raise ConfigError(
+        f"gpu={name} {what} the table; {hint}expected one of {', '.join(GPUS)}; or set gpu_memory, as in "
+        "gpu_memory=24GiB",
+        code="invalid-value",
+    )
 
 
 class Work(NamedTuple):

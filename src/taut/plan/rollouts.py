@@ -19,7 +19,7 @@ of layers alike a few, since nothing of a layer is kept. The forwards of policy 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from taut.methods.online import OnlineMethod
 from taut.models import architecture
 from taut.models.precision import cast_once, compute_context
 from taut.models.scorer import Scorer, traced_for
+from taut.plan import trace_cache
 from taut.plan.models import (
     POLICY,
     REWARDS,
@@ -104,11 +105,23 @@ def rollout_of(
     """The generation of a run; None where a run generates nothing in this process."""
     if not isinstance(run, OnlineMethod) or run.is_replayed or run.rollout.engine != "local":
         return None
+    samples = [sample for tree in supply.trees for sample in tree.samples]
+    make = partial(_rollout, run, config, kernels, samples, num_ranks)
+    return trace_cache.kept(Rollout, run, [config, kernels, num_ranks, *samples], make)
+
+
+def _rollout(
+    run: OnlineMethod,
+    config: PreTrainedConfig,
+    kernels: Kernels,
+    samples: Sequence[Sample],
+    num_ranks: int,
+) -> Rollout:
+    """The generation of a run of such samples."""
     kernels = kernels._replace(is_sharded=num_ranks > 1 or run.parallel.cpu_offload)
     settings, local = run.rollout, run.rollout.local
     shares = num_ranks // run.parallel.tensor
     prompts = -(-run.batch.samples_per_step * settings.minibatches // shares)
-    samples = [sample for tree in supply.trees for sample in tree.samples]
     longest = max(int(sample.target_at_N[0]) for sample in samples)
     at_a_time = min(local.sequences, prompts * settings.n)
     # a prefill of a few layers, twice, from which the others follow
@@ -235,12 +248,15 @@ def scoring_of(run: RunConfig, kernels: Kernels, supply: Supply, num_ranks: int)
     if not isinstance(run, OnlineMethod):
         return 0
     kernels = kernels._replace(is_sharded=num_ranks > 1 or run.parallel.cpu_offload)
-    samples = [sample.num_tokens for tree in supply.trees for sample in tree.samples]
+    samples = [sample for tree in supply.trees for sample in tree.samples]
     rows = -(-run.batch.samples_per_step * run.rollout.minibatches // num_ranks)
-    most = rows * run.rollout.n * max(samples)
-    return max(
-        (_bytes(run, one, kernels, supply, most) for one in _forwards(run, kernels)), default=0
-    )
+    most = rows * run.rollout.n * max(sample.num_tokens for sample in samples)
+
+    def make() -> int:
+        each = (_bytes(run, one, kernels, supply, most) for one in _forwards(run, kernels))
+        return max(each, default=0)
+
+    return trace_cache.kept(int, run, [kernels, most, *samples], make)
 
 
 def _forwards(run: RunConfig, kernels: Kernels) -> Iterator[_Forward]:

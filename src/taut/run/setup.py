@@ -200,6 +200,7 @@ def storage_for(
     if is_dora or compute == torch.float64 or not (run.stores_frozen or comes_quantized):
         return None
     storage = storage_of(checkpoint_dtype(config), compute, device, run.frozen_dtype)
+    storage = replace(storage, adapts_experts=bool(continued.get("target_parameters")))
     if run.quantize is not None:
         saved = continued.get("modules_to_save") or run.lora.modules_to_save
         storage = replace(storage, quantize=run.quantize, whole=tuple(saved), host_share=None)
@@ -434,7 +435,7 @@ def build_trainer(
             run.batch,
             ranks,
             one_sample=loaded.one_sample,
-            recomputes=run.activation_checkpointing not in (False, "selective"),
+            recomputes=run.activation_checkpointing in (True, "offload"),
         ),
         roles=[*models.roles, *([models.self_teacher] if models.self_teacher else [])],
         clip_grad_norm=optim.clip_grad_norm,

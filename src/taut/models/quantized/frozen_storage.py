@@ -1,9 +1,10 @@
 """How the weights that do not train are stored: in the checkpoint's dtype, where adapters train next to them.
 
     linear layers of the decoder    in the checkpoint's dtype
+    experts that are one tensor     in the checkpoint's dtype, unless an adapter is added to them
     embedding and head              in the checkpoint's dtype
     all else                        in the dtype of what trains (float32): norms, biases, routers, scalar heads, vision
-                                    towers, experts that are one tensor
+                                    towers
 
 The arithmetic is that of weights in float32, to the last bit: a product widens its weight for as long as it takes
 (``cpu_matmul.linear_from_stored``; autocast would round it to the same bf16), an embedding widens the rows that it
@@ -57,6 +58,8 @@ class Storage:
     """Widen everything to float32 on the CPU if that takes at most this share of its memory; None: never."""
     rounds: bool = False
     """Whether the layers' weights have fewer bits than the checkpoint's."""
+    adapts_experts: bool = False
+    """Whether adapters are added to experts, which are then in the dtype of what trains."""
 
 
 def storage_of(
@@ -86,6 +89,9 @@ def stored_dtypes(model: PreTrainedModel, storage: Storage) -> dict[str, torch.d
             dtypes[f"{name}.weight"] = storage.tables
         elif id(module) in inside and type(module) is nn.Linear:
             dtypes[f"{name}.weight"] = storage.layers
+        elif id(module) in inside and not storage.adapts_experts:
+            for key in quantized_storage.stacked_experts(name, module):
+                dtypes[f"{name}.{key}"] = storage.layers
     return {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
 
 
@@ -138,6 +144,9 @@ def store(model: PreTrainedModel, storage: Storage, *, widens_rows: bool = True)
                 module._parameters[key] = nn.Parameter(parameter.detach().to(dtype), trains)
             else:
                 parameter.data = parameter.data.to(dtype)
+        keys = quantized_storage.stacked_experts(name, module)
+        if narrow := [key for key in keys if dtypes.get(f"{name}.{key}", torch.float32) in NARROW]:
+            quantized_storage.widen_experts(module, narrow)
     table = architecture.embedding(model)
     if widens_rows and isinstance(table, nn.Embedding) and table.weight.dtype in NARROW:
         table.forward = MethodType(_look_up, table)  # type: ignore[method-assign]

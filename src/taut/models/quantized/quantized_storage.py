@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -275,6 +275,27 @@ def quantize_experts(module: nn.Module, kind: Kind) -> None:
         module._parameters[key] = nn.Parameter(empty, requires_grad=False)
         experts.formats[key], experts.wide_sizes[key] = layout, parameter.numel()
     experts.register_state_dict_post_hook(_as_read)
+    experts.forward = MethodType(_experts_forward, module)
+
+
+def stacked_experts(name: str, module: nn.Module) -> list[str]:
+    """The tensors of all experts [E, ...] in the module of this name, if it is one of experts."""
+    own = module._parameters.items() if "experts" in name.split(".") else ()
+    return [key for key, p in own if p is not None and p.ndim == 3 and p.is_floating_point()]
+
+
+class _Stored:
+    """The format of weights that are numbers of fewer bits."""
+
+    @staticmethod
+    def widen(rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return rows.to(dtype)
+
+
+def widen_experts(module: nn.Module, keys: Sequence[str]) -> None:
+    """Let a module of experts compute with these tensors, which are narrow, as with wide ones."""
+    experts: Any = module
+    experts.formats, experts.factors = dict.fromkeys(keys, _Stored), {}
     experts.forward = MethodType(_experts_forward, module)
 
 
