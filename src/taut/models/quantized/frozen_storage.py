@@ -1,7 +1,7 @@
 """How the weights that do not train are stored: in the checkpoint's dtype, where adapters train next to them.
 
     linear layers of the decoder    in the checkpoint's dtype
-    experts that are one tensor     in the checkpoint's dtype, unless an adapter is added to them
+    experts that are one tensor     in the checkpoint's dtype
     embedding and head              in the checkpoint's dtype
     all else                        in the dtype of what trains (float32): norms, biases, routers, scalar heads, vision
                                     towers
@@ -53,13 +53,13 @@ class Storage:
     quantize: Quantize | None = None
     """Quantize the linear layers' weights."""
     whole: tuple[str, ...] = ()
-    """The ends of names of modules that train whole, and so are not quantized."""
+    """The ends of names of modules that train whole, and so are not quantized, nor narrow experts."""
     host_share: float | None = None
     """Widen everything to float32 on the CPU if that takes at most this share of its memory; None: never."""
     rounds: bool = False
     """Whether the layers' weights have fewer bits than the checkpoint's."""
-    adapts_experts: bool = False
-    """Whether adapters are added to experts, which are then in the dtype of what trains."""
+    widens_experts: bool = False
+    """Whether experts are in the dtype of what trains: before peft 0.21 an adapter of others would be rounded."""
 
 
 def storage_of(
@@ -89,10 +89,15 @@ def stored_dtypes(model: PreTrainedModel, storage: Storage) -> dict[str, torch.d
             dtypes[f"{name}.weight"] = storage.tables
         elif id(module) in inside and type(module) is nn.Linear:
             dtypes[f"{name}.weight"] = storage.layers
-        elif id(module) in inside and not storage.adapts_experts:
-            for key in quantized_storage.stacked_experts(name, module):
-                dtypes[f"{name}.{key}"] = storage.layers
+        elif id(module) in inside and not (storage.widens_experts or _is_whole(name, storage)):
+            keys = quantized_storage.stacked_experts(name, module)
+            dtypes |= {f"{name}.{key}": storage.layers for key in keys}
     return {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
+
+
+def _is_whole(name: str, storage: Storage) -> bool:
+    """Whether a module of this name trains whole, or is inside of one that does."""
+    return any(f".{kept}." in f".{name}." for kept in storage.whole)
 
 
 def stored_parameters(model: PreTrainedModel, storage: Storage) -> set[nn.Parameter]:
