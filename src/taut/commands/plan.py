@@ -166,6 +166,11 @@ class Planned:
 
 def main(path: Path | None, overrides: Sequence[str]) -> int:
     """The command; its exit code."""
+    return run(config_of(path, overrides))
+
+
+def config_of(path: Path | None, overrides: Sequence[str]) -> Any:
+    """The keys of a plan, with those of the run's method."""
     ours = [name.partition(".")[0] for name in Planning.__dataclass_fields__]
     rest = [word for word in overrides if word.partition("=")[0].strip() not in ours]
     method = class_of(path, rest)
@@ -177,7 +182,7 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
         "unasked": ("rewards",),  # they take no memory but that of reward models
     }
     cls: type[Any] = configclass(type(f"Plan{method.__name__}", (Planning, method), body))
-    return run(load(cls, path, overrides))
+    return load(cls, path, overrides)
 
 
 def run(config: Any) -> int:

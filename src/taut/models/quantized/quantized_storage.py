@@ -330,8 +330,8 @@ def _adapted(
     dtype: torch.dtype,
     factors: tuple[Tensor, Tensor, float] | None,
 ) -> Tensor:
-    """The numbers of all experts. ``factors``: an adapter's two matrices for each, and the scale of their product. It is
-    added to codes in ``dtype``; to numbers in the adapter's dtype, as peft does.
+    """The numbers of all experts. ``factors``: an adapter's two matrices for each, and the scale of their product,
+    which is added to codes in ``dtype``, to numbers in the adapter's dtype, as peft does.
     """
     if factors is None:
         return layout.widen(rows, dtype)
