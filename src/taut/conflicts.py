@@ -264,13 +264,9 @@ def rules_of(cls: type[Any]) -> tuple[Rule, ...]:
     ``unasked``: nothing that is required of them is.
     """
     if cls not in _rules:
+        rules = [rule for line in lines_of(cls) for rule in parse(line)]
         unasked = getattr(cls, "unasked", ())
-        rules = (rule for line in lines_of(cls) for rule in parse(line))
-        _rules[cls] = tuple(
-            rule
-            for rule in rules
-            if rule.kind != "requires" or not any(one.key in unasked for one in rule.wanted)
-        )
+        _rules[cls] = tuple(one for one in rules if one.keys or one.wanted[0].key not in unasked)
     return _rules[cls]
 
 

@@ -12,15 +12,13 @@ from taut.errors import ModelError
 from taut.plan.memory import (
     coarse_bound,
     device_memory,
-    footprint,
+    footprint_of,
     measure,
     measured_parts,
     predict,
     predict_steps,
-    stages,
 )
-from taut.plan.memory_options import SPARE, Memory, settings_that_help
-from taut.plan.models import FUSED, Kernels
+from taut.plan.memory_options import SPARE, Memory, kernels_of, settings_that_help
 from taut.plan.workload import workload
 from taut.types import Sample
 
@@ -28,14 +26,6 @@ GIB, MIB = 2**30, 2**20
 MEASURED_TOKENS = 1024
 """Tokens of the measured micro-batch, if the first rows have that many: with fewer, the weights hide the memory of
 activations."""
-
-
-def _kernels(session: Session) -> Kernels:
-    """The dtype and the attention that compute on this device."""
-    device = session.ranks.device
-    if device.type == "cuda":
-        return Kernels(session.dtype, FUSED, device_memory(device))
-    return Kernels(session.dtype, session.loaded.attention.implementation)
 
 
 def _in_gib(parts: Mapping[str, int]) -> str:
@@ -59,18 +49,13 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
         return passed(says, bound / GIB, "GiB at most")
     try:
         work = workload(run, inputs, ranks.num_shares)
-        kernels = _kernels(session)
+        kernels = kernels_of(run, inputs.config, ranks.device)
         prediction = predict_steps(run, inputs.config, kernels, work, num_ranks=ranks.size)
     except ModelError as error:
         return skipped(str(error))
     # with what a run adds around its steps
-    needed = footprint(
-        prediction.traced,
-        ranks.size,
-        run.parallel,
-        stages=stages(run.checkpoint, session.trainer.num_steps),
-        is_host=ranks.device.type == "cpu",
-        merges=run.save.merged,
+    needed = footprint_of(
+        run, prediction.traced, kernels, ranks.size, num_steps=session.trainer.num_steps
     )
     peak, tokens = needed.peak / GIB, work.largest.num_tokens
     says = f"{peak:.2f} of {there / GIB:.2f} GiB for a micro-batch of {tokens:,} tokens"
@@ -118,7 +103,8 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
         trees = rows.trees_of(chosen)
     packed, config = pack(samples_of(trees), session.trainer.policy), session.inputs.config
     try:
-        prediction = predict(run, config, _kernels(session), packed, is_first=True)
+        kernels = kernels_of(run, config, session.ranks.device)
+        prediction = predict(run, config, kernels, packed, is_first=True)
     except ModelError as error:
         return skipped(str(error))
     # one micro-batch, really run

@@ -12,8 +12,10 @@ Without a GPU, named or present, plans for this machine's processor and memory, 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,7 +29,6 @@ from transformers import PreTrainedConfig
 from taut.commands.settings import Plan, Planning
 from taut.config import Decision, configclass, load
 from taut.data.settings import DataConfig
-from taut.data.store.cache import directory_of
 from taut.errors import ConfigError
 from taut.io.console import warn_if_slow
 from taut.io.terminal import Terminal
@@ -36,10 +37,11 @@ from taut.models import architecture
 from taut.models.attention_backends import select
 from taut.models.cpu import cpu_matmul
 from taut.models.load import has_tokenizer, load_config
-from taut.models.precision import DTYPES, no_bf16, resolve_dtype
+from taut.models.precision import DTYPES, no_bf16
 from taut.models.quantized.quantized_layers import format_of
 from taut.models.recompute import require_possible
 from taut.models.settings import ActivationCheckpointing, LoraConfig, Quantize
+from taut.plan import memory_options
 from taut.plan.allocations import PARTS
 from taut.plan.memory import (
     Footprint,
@@ -49,19 +51,9 @@ from taut.plan.memory import (
     predict,
     predict_steps,
 )
-from taut.plan.memory_options import Memory, recomputation_limit, settings_that_help
 from taut.plan.models import FUSED, Kernels, skeleton
-from taut.plan.rates import (
-    GPUS,
-    Rates,
-    Seconds,
-    calibrate,
-    from_data_sheet,
-    gpu_named,
-    recomputed,
-)
+from taut.plan.rates import GPUS, Rates, Seconds, calibrate, find_gpu, from_data_sheet, recomputed
 from taut.plan.rollouts import Rollout, rollout_of, scoring_of, seconds_of
-from taut.plan.trace_cache import keeping
 from taut.plan.workload import Workload, without_data, workload
 from taut.run.inputs import load_inputs
 from taut.train import distributed
@@ -69,32 +61,13 @@ from taut.train.distributed import Ranks
 from taut.types import Packed
 
 GIB = 2**30
-ABOUT = {
-    "weights": "float32 masters, frozen weights as stored, adapters, buffers",
-    "critic": "the weights of PPO's critic",
-    "teacher": "what the student learns from, in the compute dtype",
-    "reference": "what the policy is measured against",
-    "rewards": "each: reward models in this process",
-    "gradients": "float32, of what trains",
-    "optimizer": "the moments of what trains",
-    "casts": "autocast's copies of weights, kept for the backward",
-    "activations": "kept for the backward",
-    "logits": "the head's rows over the vocabulary, a chunk at a time",
-    "temporary": "what a layer or the head has while it runs",
-    "generating": "instead of a step: keys and values of completions of full length",
-    "scoring": "instead of a step: a forward of a reward model, or of a teacher",
-    "ending": "what training holds while its result is written and compared",
-    "reading": "each: what it reads of a model before it is on the GPU",
-    "saving": "of the first: the result is read and compared in float32",
-    "staging": "each: checkpoints written in the background",
-    "offloaded": "each: inputs of layers, or weights, gradients and moments",
-    "loading": "each rank reads its part of the layers, and the tables whole",
-}
-UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+ABOUT: dict[str, str] = tomllib.loads(
+    resources.files("taut.commands").joinpath("plan_parts.toml").read_text(encoding="utf-8")
+)
+UNITS = {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for end, base in (("B", 1000), ("IB", 1024))
 }
 CHECKPOINTING: dict[ActivationCheckpointing, str] = {
     False: "",
@@ -166,11 +139,6 @@ class Planned:
 
 def main(path: Path | None, overrides: Sequence[str]) -> int:
     """The command; its exit code."""
-    return run(config_of(path, overrides))
-
-
-def config_of(path: Path | None, overrides: Sequence[str]) -> Any:
-    """The keys of a plan, with those of the run's method."""
     ours = [name.partition(".")[0] for name in Planning.__dataclass_fields__]
     rest = [word for word in overrides if word.partition("=")[0].strip() not in ours]
     method = class_of(path, rest)
@@ -179,16 +147,16 @@ def config_of(path: Path | None, overrides: Sequence[str]) -> Any:
         "__module__": __name__,
         "__annotations__": {"data": DataConfig},
         "data": DataConfig(),
+        "needs_weights": False,
         "unasked": ("rewards",),  # they take no memory but that of reward models
     }
     cls: type[Any] = configclass(type(f"Plan{method.__name__}", (Planning, method), body))
-    return load(cls, path, overrides)
+    return run(load(cls, path, overrides))
 
 
 def run(config: Any) -> int:
     """Print the plan; 0 where it fits."""
-    with keeping(directory_of(config.data.cache)):
-        planned = plan(config)
+    planned = plan(config)
     show(planned, Terminal())
     return 0 if planned.fits else 1
 
@@ -215,8 +183,7 @@ def plan(config: Plan) -> Planned:
     is_elsewhere = not Path(config.model).exists()  # at the hub, which has a tokenizer
     if config.data.train is not None and (is_elsewhere or has_tokenizer(config.model)):
         with warn_if_slow("reading the data and laying out the first steps"):
-            ranks = Ranks(0, 1, torch.device("cpu"))
-            inputs = load_inputs(config, ranks, needs_weights=False)
+            inputs = load_inputs(config, Ranks(0, 1, torch.device("cpu")))
             model, work = inputs.config, workload(config, inputs, num_shares)
     else:
         work = without_data(config, model, num_shares)
@@ -228,15 +195,13 @@ def plan(config: Plan) -> Planned:
         rates = _rates(config, model, machine, work)
     # whether layers are recomputed where the run leaves it open, as the run decides it
     if config.activation_checkpointing is None:
-        kept = replace(config, activation_checkpointing=False)
+        without = replace(config, activation_checkpointing=False)
         with warn_if_slow("counting the bytes of a step"):
-            planner = _Planner(kept, model, machine, work, limit)
-        step = planner.footprint(planner.full, config.gpus).step
-        most = recomputation_limit(machine.memory, machine.kernels.device, config.headroom)
-        config = replace(config, activation_checkpointing=step > most)
-        reason = f"a step takes {_gib(step)} GiB without, and {_gib(most)} are there for it"
-        value = str(config.activation_checkpointing).lower()
-        decisions.append(Decision("activation_checkpointing", value, reason))
+            planner = _Planner(without, model, machine, work, limit)
+        step, device = planner.footprint(planner.full, config.gpus).step, machine.kernels.device
+        decision = memory_options.recomputation(step, machine.memory, device, config.headroom)
+        config = replace(config, activation_checkpointing=decision.value == "true")
+        decisions.append(decision)
     # the configurations to compare: the configured one first
     ways, num_parameters = list[Way](), 0
     is_lora, lora = config.lora.is_on, config.lora
@@ -273,11 +238,12 @@ def plan(config: Plan) -> Planned:
     # where none of them fits: every other setting that takes less memory
     advice = ""
     if not any(way.most_tokens for way in ways):
-        kernels, size = machine.kernels, machine.memory
         packed = work.supply.filled(work.supply.longest)
-        there = Memory(model, kernels, packed, work, size, config.gpus, limit)
+        there = memory_options.Memory(
+            model, machine.kernels, packed, work, machine.memory, config.gpus, limit
+        )
         with warn_if_slow("trying other settings that take less memory"):
-            advice = f"with {packed.num_tokens:,} tokens, {settings_that_help(config, there)}"
+            advice = f"with {packed.num_tokens:,} tokens, {memory_options.settings_that_help(config, there)}"
     return Planned(
         machine, config.gpus, limit, work, num_parameters, tuple(ways), tuple(decisions), advice
     )
@@ -299,7 +265,7 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
     is_here = config.device == "cpu" or torch.cuda.is_available() or size_set is None
     if config.gpu is not None or not is_here:
         # a GPU that is not here: one of the table, or one that has bf16
-        name = "GPU" if config.gpu is None else gpu_named(config.gpu)
+        name = "GPU" if config.gpu is None else find_gpu(config.gpu)
         has_bf16 = config.gpu is None or GPUS[name].has_bf16
         if config.dtype == "bfloat16" and not has_bf16:
             raise no_bf16(name)
@@ -307,13 +273,12 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
         dtype = config.dtype or ("bfloat16" if has_bf16 else "float32")
         return Machine(name, None, size, Kernels(DTYPES[dtype], FUSED, size))
     device = distributed.start(config.device).device
-    compute = resolve_dtype(config.dtype, device).dtype
-    chosen = select(config.attention, device, compute, model)
-    size = size_set or device_memory(device)
-    if device.type == "cuda":
-        kernels = Kernels(compute, FUSED, device_memory(device))
-        return Machine(torch.cuda.get_device_name(device), device, size, kernels)
-    return Machine("CPU", device, size, Kernels(compute, chosen.implementation))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    size, kernels = (
+        size_set or device_memory(device),
+        memory_options.kernels_of(config, model, device),
+    )
+    return Machine(name, device, size, kernels)
 
 
 def _rates(config: Plan, model: PreTrainedConfig, machine: Machine, work: Workload) -> Rates | None:

@@ -96,6 +96,8 @@ class RunConfig:
     """The kinds of rows that the method trains on; if there are several, each with the setting that selects it."""
     generates: ClassVar[bool] = False
     """Whether the run learns from completions that its model generates; its rows of data are then prompts."""
+    needs_weights: ClassVar[bool] = True
+    """Whether the weights of the model must be there; a plan needs none."""
     may_change: ClassVar[MayChange] = MayChange(
         freely=(
             "out",

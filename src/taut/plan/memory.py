@@ -326,13 +326,14 @@ def footprint_of(
     num_ranks: int,
     rollout: Rollout | None = None,
     scoring: int = 0,
+    num_steps: int | None = None,
 ) -> Footprint:
-    """The bytes of each rank of a run. ``scoring``: see ``scoring_of``."""
+    """The bytes of each rank of a run. ``scoring``: see ``scoring_of``; ``num_steps``: of a run, if known."""
     return footprint(
         traced,
         num_ranks,
         run.parallel,
-        stages=stages(run.checkpoint, run.steps),
+        stages=stages(run.checkpoint, num_steps or run.steps),
         is_host=kernels.device.type == "cpu",
         merges=run.save.merged,
         rollout=rollout,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import float32, promote_types
 from transformers import PreTrainedConfig
 
 from taut.config import Decision, replace, to_dict
-from taut.data.store.cache import directory_of
 from taut.errors import ConfigError, ModelError
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
@@ -24,7 +24,6 @@ from taut.models.precision import resolve_dtype
 from taut.models.recompute import require_possible
 from taut.plan.memory import coarse_bound, device_memory, needs, predict
 from taut.plan.models import FUSED, Kernels, planned_model
-from taut.plan.trace_cache import keeping
 from taut.plan.workload import Workload, without_data, workload
 from taut.train.distributed import Ranks, require_offloadable
 from taut.types import Packed
@@ -34,6 +33,7 @@ SPARE = 0.1
 """Share of a device that the driver, collectives and the allocator's fragments take."""
 HOST_SHARE = 0.5
 """Share of a machine's memory that a step may take on a CPU before layers are recomputed: others run there too."""
+RECOMPUTES = "activation_checkpointing"
 WORTH = 0.01
 """A setting that saves a smaller share is left out."""
 TOKENS = "batch.tokens_per_microbatch"
@@ -94,17 +94,6 @@ class Memory:
         return footprint.peak
 
 
-def memory_of(run: RunConfig, inputs: Inputs, ranks: Ranks, num_tokens: int | None) -> Memory:
-    """The memory of a run on this device. ``num_tokens``: of the micro-batch that did not fit; None: the largest of the
-    first steps.
-    """
-    work, size = workload(run, inputs, ranks.num_shares), device_memory(ranks.device)
-    kernels = kernels_of(run, inputs, ranks)
-    packed = work.largest if num_tokens is None else work.supply.filled(num_tokens)
-    limit = int(size * (1 - SPARE))
-    return Memory(inputs.config, kernels, packed, work, size, ranks.size, limit)
-
-
 def decide_recomputation(
     run: RunConfig, inputs: Inputs, ranks: Ranks, before: Mapping[str, Any] | None = None
 ) -> tuple[RunConfig, list[Decision]]:
@@ -113,61 +102,68 @@ def decide_recomputation(
     """
     if run.activation_checkpointing is not None:
         return run, []
-    how = None if before is None else before["config"].get("activation_checkpointing")
-    reason = "that of the run to resume"
+    how = None if before is None else before["config"].get(RECOMPUTES)
+    decision = Decision(RECOMPUTES, str(how).lower(), "that of the run to resume")
     if how is None:
-        how, reason = ranks.gather(_recomputes(run, inputs, ranks))[0]
+        decision = ranks.gather(_decide(run, inputs, ranks))[0]
+        how = decision.value == "true"
     decided = dataclasses.replace(run, activation_checkpointing=how)
     vars(decided).update({key: made for key, made in vars(run).items() if key not in vars(decided)})
-    return decided, [Decision("activation_checkpointing", str(how).lower(), reason)]
+    return decided, [decision]
 
 
-def recomputation_limit(size: int, device: torch.device, spare: float = SPARE) -> int:
-    """The bytes of a device that a step may take without recomputing layers."""
-    return int(size * (min(HOST_SHARE, 1 - spare) if device.type == "cpu" else 1 - spare))
+def recomputation(
+    step: int, size: int, device: torch.device, spare: float = SPARE, most: str = ""
+) -> Decision:
+    """Whether layers are recomputed where a step takes so many bytes, or at ``most`` so many, without."""
+    share = min(HOST_SHARE, 1 - spare) if device.type == "cpu" else 1 - spare
+    reason = (
+        f"a step takes {most}{_gib(step)} GiB without; {share:.0%} of {_gib(size)} may be taken"
+    )
+    return Decision(RECOMPUTES, str(step > int(share * size)).lower(), reason)
 
 
-def _recomputes(run: RunConfig, inputs: Inputs, ranks: Ranks) -> tuple[bool, str]:
-    """Whether a step would not fit without recomputing layers, and why."""
-    size = device_memory(ranks.device)
-    limit = recomputation_limit(size, ranks.device)
-    kernels = kernels_of(run, inputs, ranks)
+def _decide(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Decision:
+    """Whether a full micro-batch needs layers that are recomputed; of a model that cannot be planned, no."""
+    device, config, num_ranks = ranks.device, inputs.config, ranks.size
+    size, kernels = device_memory(device), kernels_of(run, config, device)
     try:
-        model = planned_model(run, inputs.config, kernels)
-        dtype = torch.promote_types(kernels.dtype, torch.float32)
-        bound = coarse_bound(run, inputs, model, ranks.device, dtype)
-        if bound is not None and bound <= limit:
-            return False, f"a step takes at most {_gib(bound)} of {_gib(size)} GiB"
+        # a bound, which is quick, and where it is too much the plan
+        model, wide = planned_model(run, config, kernels), promote_types(kernels.dtype, float32)
+        bound = coarse_bound(run, inputs, model, device, wide)
+        decision = recomputation(bound or size, size, device, most="at most ")
+        if decision.value == "false":
+            return decision
         if run.data.is_stream:  # its rows are not known before its steps
-            work = without_data(run, inputs.config, ranks.num_shares)
+            work = without_data(run, config, ranks.num_shares)
         else:
             work = workload(run, inputs, ranks.num_shares)
-        is_first, packed = work.later is None, work.fullest
-        with keeping(directory_of(run.data.cache)):
-            found = predict(
-                run, inputs.config, kernels, packed, is_first=is_first, num_ranks=ranks.size
-            )
+        is_first = work.later is None
+        found = predict(run, config, kernels, work.fullest, is_first=is_first, num_ranks=num_ranks)
     except ModelError as error:
-        return False, f"what a step takes is not known: {error}"
-    step = found.footprint.step
-    text = f"by plan a step takes {_gib(step)} GiB without, and {_gib(limit)} are there for it"
-    return step > limit, f"{text} ({packed.num_tokens:,} tokens)"
+        return Decision(RECOMPUTES, "false", f"what a step takes is not known: {error}")
+    return recomputation(found.footprint.step, size, device)
 
 
-def kernels_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Kernels:
-    """The settings of the computation of a run on this device."""
-    dtype = resolve_dtype(run.dtype, ranks.device).dtype
-    if ranks.device.type != "cpu":
-        return Kernels(dtype, FUSED, device_memory(ranks.device))
-    return Kernels(dtype, select(run.attention, ranks.device, dtype, inputs.config).implementation)
+def kernels_of(run: RunConfig, config: PreTrainedConfig, device: torch.device) -> Kernels:
+    """The settings of the computation of a run on a device that is here."""
+    dtype = resolve_dtype(run.dtype, device).dtype
+    chosen = select(run.attention, device, dtype, config)
+    if device.type == "cuda":
+        return Kernels(dtype, FUSED, device_memory(device))
+    return Kernels(dtype, chosen.implementation)
 
 
 def suggest_settings(run: RunConfig, inputs: Inputs, ranks: Ranks, num_tokens: int | None) -> str:
     """``settings_that_help`` for a run on this device; for a model that cannot be planned, why it is not known.
-    ``num_tokens``: as in ``memory_of``.
+    ``num_tokens``: of the micro-batch that did not fit; None: the largest of the first steps.
     """
     try:
-        return settings_that_help(run, memory_of(run, inputs, ranks, num_tokens))
+        work, size = workload(run, inputs, ranks.num_shares), device_memory(ranks.device)
+        packed = work.largest if num_tokens is None else work.supply.filled(num_tokens)
+        kernels, limit = kernels_of(run, inputs.config, ranks.device), int(size * (1 - SPARE))
+        memory = Memory(inputs.config, kernels, packed, work, size, ranks.size, limit)
+        return settings_that_help(run, memory)
     except ModelError as error:
         return f"what its settings take is not known: {error}"
 

@@ -24,8 +24,10 @@ from __future__ import annotations
 import difflib
 import re
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +98,7 @@ class Gpu(NamedTuple):
     """Bandwidth to the other GPUs of its machine, one way."""
     bus_gb_per_second: float
     """Bandwidth to the host's memory, one way: PCI Express of 16 lanes."""
-    capability: float = 8.0
+    capability: float
     """Compute capability, which says what it computes."""
 
     @property
@@ -105,47 +107,24 @@ class Gpu(NamedTuple):
         return self.capability >= 8.0
 
 
-GPUS = {
-    "T4": Gpu(16, 65, 320, 16, 16, 7.5),
-    "V100-16GB": Gpu(16, 125, 900, 150, 16, 7.0),
-    "V100-32GB": Gpu(32, 125, 900, 150, 16, 7.0),
-    "A10": Gpu(24, 125, 600, 32, 32, 8.6),
-    "A10G": Gpu(24, 70, 600, 32, 32, 8.6),
-    "RTX3090": Gpu(24, 71, 936, 32, 32, 8.6),
-    "A6000": Gpu(48, 155, 768, 32, 32, 8.6),
-    "A100-40GB": Gpu(40, 312, 1555, 300, 32),
-    "A100-80GB": Gpu(80, 312, 2039, 300, 32),
-    "L4": Gpu(24, 121, 300, 32, 32, 8.9),
-    "L40": Gpu(48, 181, 864, 32, 32, 8.9),
-    "L40S": Gpu(48, 362, 864, 32, 32, 8.9),
-    "RTX4090": Gpu(24, 165, 1008, 32, 32, 8.9),
-    "RTX6000-Ada": Gpu(48, 364, 960, 32, 32, 8.9),
-    "RTX5090": Gpu(32, 210, 1792, 64, 64, 12.0),
-    "RTX-PRO-6000": Gpu(96, 504, 1792, 64, 64, 12.0),
-    "H100": Gpu(80, 989, 3350, 450, 64, 9.0),
-    "H200": Gpu(141, 989, 4800, 450, 64, 9.0),
-    "B200": Gpu(180, 2250, 8000, 900, 64, 10.0),
-    "MI300X": Gpu(192, 1307, 5300, 448, 64, 9.4),
-}
+_TEXT = resources.files("taut.plan").joinpath("gpus.toml").read_text(encoding="utf-8")
+GPUS = {name: Gpu(*figures) for name, figures in tomllib.loads(_TEXT).items()}
 """Vendors' figures (SXM where it exists), not measured."""
 _MAKER = re.compile(r"nvidia|geforce|tesla|quadro|rtx|amd|instinct|[\W_]+")
 
 
-def gpu_named(name: str) -> str:
+def find_gpu(name: str) -> str:
     """The GPU of the table that a name, or a part of it, means. Raises ConfigError where that is none, or several."""
-    plain = {known: _MAKER.sub("", known.lower()) for known in GPUS}
+    plain = {_MAKER.sub("", known.lower()): known for known in GPUS}
     wanted = _MAKER.sub("", name.lower())
-    found = [known for known, text in plain.items() if text == wanted]
-    found = found or [known for known, text in plain.items() if wanted and wanted in text]
+    found = [wanted] if wanted in plain else [text for text in plain if wanted in text]
     if len(found) == 1:
-        return found[0]
-    texts = {text: known for known, text in plain.items()}
-    near = found or [texts[text] for text in difflib.get_close_matches(wanted, texts, n=2)]
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    what = "is more than one GPU of" if found else "is not in"
+        return plain[found[0]]
+    near = found or difflib.get_close_matches(wanted, plain, n=2)
+    hint = f"did you mean {' or '.join(plain[text] for text in near)}? " if near else ""
     raise ConfigError(
-        f"gpu={name} {what} the table; {hint}expected one of {', '.join(GPUS)}; or set gpu_memory, as in "
-        "gpu_memory=24GiB",
+        f"gpu={name} is {'more than one GPU of' if found else 'not in'} the table; {hint}expected one of "
+        f"{', '.join(GPUS)}; or set gpu_memory, as in gpu_memory=24GiB",
         code="invalid-value",
     )
 

@@ -19,7 +19,7 @@ of layers alike a few, since nothing of a layer is kept. The forwards of policy 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,7 +38,6 @@ from taut.methods.online import OnlineMethod
 from taut.models import architecture
 from taut.models.precision import cast_once, compute_context
 from taut.models.scorer import Scorer, traced_for
-from taut.plan import trace_cache
 from taut.plan.models import (
     POLICY,
     REWARDS,
@@ -54,6 +53,7 @@ from taut.plan.models import (
     with_layers,
 )
 from taut.plan.rates import GPUS, LAUNCH, NARROW, NETWORK, PER_NODE, UTILIZATION, forward_share
+from taut.plan.trace_cache import kept
 from taut.plan.tracing import CPU, Shapes, Traced, depths_of, known_parts, on_fakes, readable
 from taut.plan.workload import Supply
 from taut.types import Packed, Sample, Wants
@@ -99,40 +99,29 @@ class Rollout(NamedTuple):
         return self.casts + self.kept * tokens + between + self.temporary
 
 
+@kept
 def rollout_of(
     run: RunConfig, config: PreTrainedConfig, kernels: Kernels, supply: Supply, num_ranks: int
 ) -> Rollout | None:
     """The generation of a run; None where a run generates nothing in this process."""
     if not isinstance(run, OnlineMethod) or run.is_replayed or run.rollout.engine != "local":
         return None
-    samples = [sample for tree in supply.trees for sample in tree.samples]
-    make = partial(_rollout, run, config, kernels, samples, num_ranks)
-    return trace_cache.kept(Rollout, run, [config, kernels, num_ranks, *samples], make)
-
-
-def _rollout(
-    run: OnlineMethod,
-    config: PreTrainedConfig,
-    kernels: Kernels,
-    samples: Sequence[Sample],
-    num_ranks: int,
-) -> Rollout:
-    """The generation of a run of such samples."""
     kernels = kernels._replace(is_sharded=num_ranks > 1 or run.parallel.cpu_offload)
     settings, local = run.rollout, run.rollout.local
     shares = num_ranks // run.parallel.tensor
     prompts = -(-run.batch.samples_per_step * settings.minibatches // shares)
+    samples = [sample for tree in supply.trees for sample in tree.samples]
     longest = max(int(sample.target_at_N[0]) for sample in samples)
     at_a_time = min(local.sequences, prompts * settings.n)
     # a prefill of a few layers, twice, from which the others follow
-    kept, peaks, operators = [], [], []
+    sizes, peaks, operators = [], [], []
     length = min(longest, local.prefill_tokens)
     count = max(1, min(local.prefill_tokens // length, prompts))
     scorer = planned_scorer(run, configs_of(run, config), kernels)
     depths = depths_of(run, POLICY, scorer.model)
     for depth in depths:
         one = _prefill(run, with_layers(config, depth), kernels, length, count)
-        kept.append(one[0])
+        sizes.append(one[0])
         peaks.append(one[1])
         operators.append(one[2])
     layers = len(architecture.layers(scorer.model))
@@ -142,7 +131,7 @@ def _rollout(
         return round(counts[0] + steps * (counts[-1] - counts[0]))
 
     parts = {part: whole([peak[part] for peak in peaks]) for part in peaks[0]}
-    per_token = whole(kept) // (length * count)
+    per_token = whole(sizes) // (length * count)
     prefill = parts["temporary"] + parts["activations"] + parts["logits"]
     vocabulary = architecture.head(scorer.model).weight.shape[0]
     # the share of the completions that are sampled one by one, in each turn
@@ -243,20 +232,18 @@ class _Forward(NamedTuple):
     context: Callable[[], AbstractContextManager[Any]]
 
 
+@kept
 def scoring_of(run: RunConfig, kernels: Kernels, supply: Supply, num_ranks: int) -> int:
     """Bytes that scoring takes beside what training holds; 0 if no model scores."""
     if not isinstance(run, OnlineMethod):
         return 0
     kernels = kernels._replace(is_sharded=num_ranks > 1 or run.parallel.cpu_offload)
-    samples = [sample for tree in supply.trees for sample in tree.samples]
+    samples = [sample.num_tokens for tree in supply.trees for sample in tree.samples]
     rows = -(-run.batch.samples_per_step * run.rollout.minibatches // num_ranks)
-    most = rows * run.rollout.n * max(sample.num_tokens for sample in samples)
-
-    def make() -> int:
-        each = (_bytes(run, one, kernels, supply, most) for one in _forwards(run, kernels))
-        return max(each, default=0)
-
-    return trace_cache.kept(int, run, [kernels, most, *samples], make)
+    most = rows * run.rollout.n * max(samples)
+    return max(
+        (_bytes(run, one, kernels, supply, most) for one in _forwards(run, kernels)), default=0
+    )
 
 
 def _forwards(run: RunConfig, kernels: Kernels) -> Iterator[_Forward]:

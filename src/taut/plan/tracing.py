@@ -22,9 +22,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,55 +130,15 @@ class Traced:
         return parts
 
 
+@kept
 def trace(
     run: RunConfig, config: PreTrainedConfig, kernels: Kernels, packed: Packed, *, is_first: bool
 ) -> Traced:
     """The memory of one micro-batch. ``is_first``: no gradients exist before it."""
+    packed = readable(packed)
     configs = configs_of(run, config)
-    make = partial(_traced, run, configs, kernels, readable(packed), is_first=is_first)
-    about = [*configs.values(), kernels, packed, is_first]
-    return kept(Traced, run, about, make)
-
-
-def _traced(
-    run: RunConfig, configs: Configs, kernels: Kernels, packed: Packed, *, is_first: bool
-) -> Traced:
-    """``trace`` of a micro-batch that is ready to be read."""
-    # the whole models are laid out once for several micro-batches of a run
-    key = (id(run), id(configs[POLICY]), kernels)
-    if not _latest or _latest[0] != key:
-        _latest[:] = [key, run, configs, _whole(run, configs, kernels)]
-    chosen, steps, idle, models = _latest[-1]
-    return Traced(
-        histories=tuple(
-            _history(run, some, kernels, packed, idle, is_first=is_first).thinned()
-            for some in chosen
-        ),
-        steps=steps,
-        models=models,
-        num_tokens=packed.num_tokens,
-        passes=run.extra_forwards(),
-        head_passes=run.extra_head_passes(),
-        is_linear=run.loss().linear_weights(packed) is not None,
-    )
-
-
-class _Whole(NamedTuple):
-    """The whole models of a run, and how few layers stand for them."""
-
-    chosen: Sequence[Configs]
-    """The configurations that are traced: a few layers of every deep model, and then more of each in turn."""
-    steps: tuple[float, ...]
-    idle: list[str]
-    models: tuple[ModelFootprint, ...]
-
-
-_latest: list[Any] = []
-"""The latest trace: its key, the objects that the key names, and what was found of the whole models."""
-
-
-def _whole(run: RunConfig, configs: Configs, kernels: Kernels) -> _Whole:
     scorer = planned_scorer(run, configs, kernels)
+    # a few layers of every deep model, and then more of each in turn
     depths = {part: depths_of(run, part, model) for part, model in deep(scorer).items()}
     few = {part: with_layers(configs[part], depth[0]) for part, depth in depths.items()}
     has_tower = any(architecture.has_parts(model) for model in deep(scorer).values())
@@ -193,7 +152,18 @@ def _whole(run: RunConfig, configs: Configs, kernels: Kernels) -> _Whole:
             chosen.append({**few, part: with_layers(configs[part], depth[1])})
             count = len(architecture.layers(deep(scorer)[part]))
             steps.append((count - depth[0]) / (depth[1] - depth[0]))
-    return _Whole(chosen, tuple(steps), idle, held(run, scorer, kernels))
+    return Traced(
+        histories=tuple(
+            _history(run, some, kernels, packed, idle, is_first=is_first).thinned()
+            for some in chosen
+        ),
+        steps=tuple(steps),
+        models=held(run, scorer, kernels),
+        num_tokens=packed.num_tokens,
+        passes=run.extra_forwards(),
+        head_passes=run.extra_head_passes(),
+        is_linear=run.loss().linear_weights(packed) is not None,
+    )
 
 
 def depths_of(run: RunConfig, part: str, model: nn.Module) -> tuple[int, ...]:

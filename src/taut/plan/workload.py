@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from taut.data.batching import assign, layouts, samples_of
 from taut.data.dataset import Dataset, SourceShards
 from taut.data.packing import ALONE, PackPolicy, num_distinct_tokens, pack
-from taut.data.rows.prompts import PromptRow, PromptSet, shard_of
+from taut.data.rows.prompts import PromptRow, PromptSet
 from taut.data.store.shards import ShardBuilder, Shards
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
@@ -204,30 +204,21 @@ def assumed_data(run: RunConfig, config: PreTrainedConfig) -> Dataset:
     share that are compared; prompts alone where answers are generated.
     """
     length = min(run.data.max_length or GUESSED_LENGTH, context_length(config) or GUESSED_LENGTH)
-    num_rows, half = 2 * run.batch.samples_per_step, max(1, length // 2)
+    half, builder, prompts = max(1, length // 2), ShardBuilder(), list[PromptRow]()
     about = f"rows of {length:,} tokens are assumed, half of them the prompt"
-    prompts, rows = list[PromptRow](), list[tuple[int, str, list[Sample]]]()
-    for number in range(1, 1 + num_rows):
-        place, at_N = f"{about}:{number}", np.arange(half, length)
-        begun_T, answers = np.full(half, number), list[Sample]()
+    builder.num_rows = 2 * run.batch.samples_per_step
+    for number in range(1, 1 + builder.num_rows):
+        place, begun_T = f"{about}:{number}", np.full(half, number)
         prompts.append(PromptRow(place, str(number), begun_T, "", (), None, {}))
-        for answer in range(1 + run.compares_answers):
-            ids_T = np.concatenate([begun_T, np.full(length - half, answer)])
+        samples = [Sample(place, begun_T, np.arange(1, half), np.ones(half - 1))]
+        for answer in range(0 if run.generates else 1 + run.compares_answers):
+            ids_T, at_N = np.append(begun_T, [answer] * (length - half)), np.arange(half, length)
             values = dict.fromkeys(run.loss().needs_values, float((number + answer) % 2))
-            sample = Sample(f"{place}#{answer}", ids_T, at_N, np.ones(at_N.size), values=values)
-            if run.row_kind == "stepwise":
-                label = {"label": np.ones(1)}
-                sample = replace(sample, read_at_R=np.array([length - 1]), read_values=label)
-            answers.append(sample)
-        rows.append((number, place, answers))
-    if run.generates:
-        shard = shard_of(prompts, [about], num_rows, ())
-    else:
-        builder = ShardBuilder()
-        builder.num_rows = num_rows
-        builder.add(rows)
-        shard = builder.build()
-    part = SourceShards(about, (about,), 1.0, about, Shards.of([shard]), about, (), (about,))
+            one = Sample(f"{place}#{answer}", ids_T, at_N, np.ones(at_N.size), values=values)
+            samples = [*samples[:answer], one]
+        builder.add([(number, place, samples)])
+    shards = Shards.of([builder.build()])
+    part = SourceShards(about, (about,), 1.0, about, shards, about, (), (about,))
     return PromptSet([part], prompts) if run.generates else Dataset([part])
 
 

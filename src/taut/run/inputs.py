@@ -30,14 +30,12 @@ from taut.train.distributed import Ranks, thread_decisions
 from taut.vision.image_store import open_image_store
 
 
-def load_language(
-    run: RunConfig, day: date | None = None, *, needs_weights: bool = True
-) -> Language:
+def load_language(run: RunConfig, day: date | None = None) -> Language:
     """Load configuration, tokenizer and template. ``day``: the date on which the run began, for templates that print
-    it; None: today. ``needs_weights``: whether the model's weights must be there.
+    it; None: today.
     """
     path, trust, cached = run.model, run.trust_remote_code, directory_of(run.data.cache)
-    config = load_config(path, trust, needs_weights=needs_weights)
+    config = load_config(path, trust, needs_weights=run.needs_weights)
     tokenizer = load_tokenizer(path, trust)
     new_ids = add_tokens_to_tokenizer(tokenizer, run.tokens)
     image_store = open_image_store(path, config, tokenizer, run.data.images, cached, trust)
@@ -52,19 +50,13 @@ def load_stops(run: RunConfig, language: Language) -> StopSet:
 
 
 def load_inputs(
-    run: RunConfig,
-    ranks: Ranks,
-    day: date | None = None,
-    *,
-    trains: bool = False,
-    needs_weights: bool = True,
+    run: RunConfig, ranks: Ranks, day: date | None = None, *, trains: bool = False
 ) -> Inputs:
     """Load tokenizer, template and tokenized data. The writer tokenizes first; the other ranks read its cache.
     ``trains``: whether the run is about to train, and so records the rows that it takes from a stream.
-    ``needs_weights``: whether the model's weights must be there.
     """
     # tokenizer and template
-    language = load_language(run, day, needs_weights=needs_weights)
+    language = load_language(run, day)
     stops = load_stops(run, language)
     renderer = language.renderer.stopping_at(stops.ids)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,7 @@ from taut.errors import ConfigError, ModelError, TautError
 from taut.io.console import warn_if_slow
 from taut.models.precision import no_bf16
 from taut.plan import tracing
-from taut.plan.rates import GPUS, gpu_named
-from taut.plan.trace_cache import keeping
+from taut.plan.rates import GPUS, find_gpu
 
 
 def config_of(model: Path, **keys: Any) -> Plan:
@@ -39,8 +39,13 @@ def bare(tmp_path: Path) -> Path:
     return tmp_path / "bare"
 
 
-def plan_of(*words: str) -> Any:
-    return command.config_of(None, words)
+def plan_of(*words: str) -> Planned:
+    """The plan that the command prints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "run", plan)
+        found: Any = command.main(None, words)
+    assert isinstance(found, Planned)
+    return found
 
 
 def text_of(config: Plan) -> str:
@@ -90,7 +95,7 @@ def test_no_gpus_and_unknown_gpus_are_refused(bare: Path) -> None:
     ],
 )
 def test_a_part_of_a_name_is_enough(name: str, known: str, gib: int) -> None:
-    assert (gpu_named(name), GPUS[gpu_named(name)].gib) == (known, gib)
+    assert (find_gpu(name), GPUS[find_gpu(name)].gib) == (known, gib)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,7 @@ def test_a_part_of_a_name_is_enough(name: str, known: str, gib: int) -> None:
 )
 def test_what_several_gpus_are_called_is_asked_back(name: str, near: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"did you mean {' or '.join(near)}\\?") as refused:
-        gpu_named(name)
+        find_gpu(name)
     assert refused.value.code == "invalid-value"
 
 
@@ -228,7 +233,7 @@ def test_rows_of_other_methods_are_assumed_where_there_are_none(
 ) -> None:
     """No weights, no tokenizer, no data, and no rewards: what does not change memory is not asked for."""
     words = ("gpu=L4", "alternatives=false", "steps=1", "batch.samples_per_step=8")
-    planned = plan(plan_of(f"model={bare}", f"method={method}", *words))
+    planned = plan_of(f"model={bare}", f"method={method}", *words)
     trees = planned.work.supply.trees
     assert planned.fits
     assert f"rows of {LENGTH} tokens are assumed" in planned.work.source
@@ -244,13 +249,13 @@ def test_a_plan_of_data_needs_no_weights(method: str, samples: int, tmp_path: Pa
     rows = [{"prompt": "why?", "chosen": f" a cat {n}", "rejected": " a dog"} for n in range(6)]
     data = write_rows(tmp_path / "rows.jsonl", rows if method == "dpo" else questions(6))
     words = [f"data.train={data}", f"method={method}", "gpu=L4", "alternatives=false", "steps=2"]
-    planned = plan(plan_of(f"model={model}", *words))
+    planned = plan_of(f"model={model}", *words)
     assert planned.fits
     assert planned.work.source.startswith(f"the first 2 steps of {samples} samples")
     for file in model.iterdir():
         if file.name != "config.json":
             file.unlink()
-    planned = plan(plan_of(f"model={model}", *words))
+    planned = plan_of(f"model={model}", *words)
     assert planned.fits
     assert "no tokenizer, so data.train is not read" in planned.work.source
 
@@ -300,16 +305,20 @@ def test_a_second_plan_traces_nothing_and_says_the_same(
     bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it changes that no trace depends on: the card, if it has as much memory, the learning rate."""
-    first_keys: dict[str, Any] = {"gpu": "L4", "lora__rank": 2}
-    with keeping(tmp_path):
-        first = plan(config_of(bare, **first_keys))
-    monkeypatch.setattr(tracing, "_history", None)
-    with keeping(tmp_path):
-        second = plan(config_of(bare, **first_keys))
-        other = plan(config_of(bare, gpu="RTX4090", lora__rank=2, optim__learning_rate=1e-3))
+    keys: dict[str, Any] = {"gpu": "L4", "lora__rank": 2}
+    first = plan(config_of(bare, **keys))
+    trace, count = tracing._history, []
+    monkeypatch.setattr(tracing, "_history", lambda *a, **k: (count.append(1), trace(*a, **k))[1])
+    second = plan(config_of(bare, **keys))
+    other = plan(config_of(bare, **{**keys, "gpu": "RTX4090"}, optim__learning_rate=1e-3))
     assert first.ways == second.ways
     assert [way.footprint for way in other.ways] == [way.footprint for way in first.ways]
-    with keeping(tmp_path), pytest.raises(TypeError):  # another trace
-        plan(config_of(bare, gpu="L4", lora__rank=3))
-    with pytest.raises(TypeError):  # nothing is kept outside
-        plan(config_of(bare, **first_keys))
+    assert not count
+    # a file that is damaged is as none, and another rank another trace
+    for file in (Path(os.environ["TAUT_CACHE"]) / "traces").iterdir():
+        file.write_text("{")
+    assert plan(config_of(bare, **keys)).ways == first.ways
+    again = len(count)
+    assert again > 0
+    plan(config_of(bare, gpu="L4", lora__rank=3))
+    assert len(count) > again

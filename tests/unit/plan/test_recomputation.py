@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.helpers.chat_runs import QUIET, chats, column, events, save_model, write_rows
 
 from taut.checks.session import Session
@@ -14,7 +15,7 @@ from taut.commands.train import train
 from taut.config import from_mapping
 from taut.methods.sft import Sft
 from taut.plan import memory_options
-from taut.plan.memory_options import HOST_SHARE, SPARE, decide_recomputation, recomputation_limit
+from taut.plan.memory_options import decide_recomputation, recomputation
 from taut.run.inputs import load_inputs
 from taut.train import distributed
 
@@ -75,5 +76,6 @@ def test_the_decision_is_of_a_full_micro_batch_and_checks_make_it_too(
         session = Session(run, ranks)
         assert decision in session.inputs.decisions
         assert session.run.activation_checkpointing is how
-    assert recomputation_limit(1000, ranks.device) == int(HOST_SHARE * 1000) == 500
-    assert recomputation_limit(1000, memory_options.torch.device("cuda")) == 1000 * (1 - SPARE)
+    for device, most in (("cpu", 500), ("cuda", 900)):
+        at = [recomputation(most + more, 1000, torch.device(device)).value for more in (0, 1)]
+        assert at == ["false", "true"]

@@ -509,7 +509,7 @@ def load_prompt_set(
                 "expected some; raise data.max_length"
             )
         incidents.sort(key=lambda incident: int(incident.place))
-        shard = shard_of(kept, opened.names, len(rows) + len(unread), incidents)
+        shard = _shard(kept, opened.names, len(rows) + len(unread), incidents)
         (label,), names = numbered([opened.path], seen_paths), numbered(opened.names, seen_names)
         parts.append(
             SourceShards(
@@ -557,7 +557,7 @@ def _require_usable(config: DataConfig) -> None:
         raise ConfigError(f"data.{faults[0]}")
 
 
-def shard_of(
+def _shard(
     rows: Sequence[PromptRow],
     names: Sequence[str],
     num_rows: int,
