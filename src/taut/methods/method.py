@@ -181,8 +181,8 @@ class RunConfig:
     frozen_dtype: FrozenDtype = "auto"
     """Storage dtype of weights that do not train, next to adapters; products equal the products of float32 storage, to
     the bit. auto: the checkpoint's dtype, or float32 on a CPU that computes in float32 and has the memory, where it is
-    faster. checkpoint: the checkpoint's dtype, with linear layers in bfloat16 if that is the compute dtype; linear
-    layers of a wider checkpoint are then rounded in the saved model."""
+    faster. checkpoint: the checkpoint's dtype, with linear layers and experts in bfloat16 if that is the compute
+    dtype; those of a wider checkpoint are then rounded in the saved model."""
     quantize: Quantize | None = None
     """Quantize the linear layers and experts of the base under adapters (QLoRA): nf4 (4.13 bits a weight, double
     quantization) or int8 (8 bits). Products widen them to the compute dtype. A base that is already quantized is used

@@ -153,6 +153,7 @@ def test_a_head_that_keeps_its_logits_would_be_seen(
         return forward(ctx, hidden, weight, *rest)
 
     monkeypatch.setattr(LinearHead, "forward", staticmethod(hoarding))
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "of patched code"))
     after = predict(built.run, built.inputs.config, REFERENCE, work.largest, is_first=True)
     grown = after.footprint.parts["logits"] - before.footprint.parts["logits"]
     vocabulary = built.inputs.config.vocab_size
@@ -180,6 +181,7 @@ def test_a_few_layers_tell_of_many(
     few = trace(run, config, REFERENCE, packed, is_first=is_first)
     assert few.steps == (7 - depth,)
     monkeypatch.setattr(tracing, "depths_of", lambda *_: (7,))
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "of patched code"))
     every = trace(run, config, REFERENCE, packed, is_first=is_first)
     assert not every.steps
     for shares in ({}, {"weights": 0.1, "gradients": 0.1}):
