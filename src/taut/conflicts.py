@@ -260,9 +260,13 @@ _defaults: dict[tuple[type[Any], str], Any] = {}
 
 
 def rules_of(cls: type[Any]) -> tuple[Rule, ...]:
-    """The rules of a configuration class, and then those of its bases."""
+    """The rules of a configuration class, and then those of its bases. A class that does not ask for keys names them in
+    ``unasked``: nothing that is required of them is.
+    """
     if cls not in _rules:
-        _rules[cls] = tuple(rule for line in lines_of(cls) for rule in parse(line))
+        rules = [rule for line in lines_of(cls) for rule in parse(line)]
+        unasked = getattr(cls, "unasked", ())
+        _rules[cls] = tuple(one for one in rules if one.keys or one.wanted[0].key not in unasked)
     return _rules[cls]
 
 

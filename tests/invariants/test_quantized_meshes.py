@@ -37,6 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft, int8": {"quantize": "int8", "activation_checkpointing": True},
     "dpo, nf4": {"quantize": "nf4"},
     "sft, nf4, bfloat16": {"quantize": "nf4", "dtype": "bfloat16"},
+    "sft, narrow experts": {"frozen_dtype": "checkpoint", "check": "quick"},
     "sft, nf4, experts": {"quantize": "nf4", "activation_checkpointing": True, "check": "quick"},
     "grpo, nf4": {"quantize": "nf4", "grpo.kl_coef": 0.1, "save.merged": False},
 }

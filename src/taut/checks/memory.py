@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
-
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import NUM_ROWS, Session, around_answers, ending, num_tokens
 from taut.data.batching import samples_of
 from taut.data.packing import pack
 from taut.errors import ModelError
-from taut.models import architecture
-from taut.models.scorer import MIN_CHUNK_ROWS, chunk_elements
 from taut.plan.memory import (
+    coarse_bound,
     device_memory,
-    footprint,
+    footprint_of,
     measure,
     measured_parts,
     predict,
     predict_steps,
-    stages,
 )
-from taut.plan.memory_options import Memory, settings_that_help
-from taut.plan.models import FUSED, Kernels
+from taut.plan.memory_options import SPARE, Memory, kernels_of, settings_that_help
 from taut.plan.workload import workload
 from taut.types import Sample
 
@@ -31,14 +26,6 @@ GIB, MIB = 2**30, 2**20
 MEASURED_TOKENS = 1024
 """Tokens of the measured micro-batch, if the first rows have that many: with fewer, the weights hide the memory of
 activations."""
-
-
-def _kernels(session: Session) -> Kernels:
-    """The dtype and the attention that compute on this device."""
-    device = session.ranks.device
-    if device.type == "cuda":
-        return Kernels(session.dtype, FUSED, device_memory(device))
-    return Kernels(session.dtype, session.loaded.attention.implementation)
 
 
 def _in_gib(parts: Mapping[str, int]) -> str:
@@ -55,24 +42,20 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
     with room to spare nothing closer is predicted.
     """
     run, ranks, inputs = session.run, session.ranks, session.inputs
-    there, bound = device_memory(ranks.device), _coarse_bound(session)
+    there, dtype = device_memory(ranks.device), session.loaded.dtype.parameters
+    bound = coarse_bound(run, inputs, session.scorer.model, ranks.device, dtype)
     if bound is not None and bound < 0.5 * there:
         says = f"at most {bound / GIB:.2g} of {there / GIB:.2f} GiB, by a coarse bound"
         return passed(says, bound / GIB, "GiB at most")
     try:
         work = workload(run, inputs, ranks.num_shares)
-        kernels = _kernels(session)
+        kernels = kernels_of(run, inputs.config, ranks.device)
         prediction = predict_steps(run, inputs.config, kernels, work, num_ranks=ranks.size)
     except ModelError as error:
         return skipped(str(error))
     # with what a run adds around its steps
-    needed = footprint(
-        prediction.traced,
-        ranks.size,
-        run.parallel,
-        stages=stages(run.checkpoint, session.trainer.num_steps),
-        is_host=ranks.device.type == "cpu",
-        merges=run.save.merged,
+    needed = footprint_of(
+        run, prediction.traced, kernels, ranks.size, num_steps=session.trainer.num_steps
     )
     peak, tokens = needed.peak / GIB, work.largest.num_tokens
     says = f"{peak:.2f} of {there / GIB:.2f} GiB for a micro-batch of {tokens:,} tokens"
@@ -82,47 +65,14 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
         note = "batch.halve_when_out_of_memory=true: the token budget will be halved until it fits"
         return passed(says, peak, "GiB", [note])
     # it does not fit: name the settings that would help
-    memory = Memory(inputs.config, kernels, work.largest, work, there, ranks.size)
+    limit = int(there * (1 - SPARE))
+    memory = Memory(inputs.config, kernels, work.largest, work, there, ranks.size, limit)
     return failed(
         f"does not fit: {says}",
         measured=(peak, "GiB"),
         evidence=[f"{_in_gib(needed.parts)} GiB"],
         remedy=f"{settings_that_help(run, memory)}; `taut plan` tells more",
     )
-
-
-def _coarse_bound(session: Session) -> int | None:
-    """Bytes that a step cannot exceed: inputs and outputs of linear layers kept twice in float32, all
-    weights with gradients and moments, a reference, and the head's chunk.
-
-    None if much of the model is not in linear layers (stacked experts), there is a vision tower, or another model than
-    the policy and a copy of it.
-    """
-    others = session.run.models()
-    is_other = others.reference is not None and others.reference.model is not None
-    if others.teacher is not None or others.critic is not None or is_other:
-        return None
-    if session.inputs.renderer.image_store is not None:
-        return None
-    model = session.scorer.model
-    table = architecture.stored_table(architecture.embedding(model))
-    assert table is not None, "an embedding has a weight"
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    num_linear = sum(module.weight.numel() for module in linear)
-    if num_linear < 0.5 * (num_parameters - table.numel()):
-        return None
-    # activations, weights and the head, each at its largest
-    tokens = max(session.run.batch.tokens_per_microbatch, session.inputs.longest)
-    width = sum(module.in_features + module.out_features for module in linear)
-    weights = 5 * num_parameters  # as they are, gradients, two moments, autocast's copies
-    head = 0
-    if architecture.has_head(model):
-        num_logits = chunk_elements(session.ranks.device, session.loaded.dtype.parameters)
-        head = 4 * max(num_logits, MIN_CHUNK_ROWS * table.shape[0])
-    values = 2 * tokens * width + weights + head
-    copies = sum(tensor.nbytes for tensor in session.trainer.trained) * others.has_live_reference
-    return session.loaded.dtype.parameters.itemsize * values + copies
 
 
 @check("memory.measured", part="full", after=["loss.gradient", "memory.peak"])
@@ -153,7 +103,8 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
         trees = rows.trees_of(chosen)
     packed, config = pack(samples_of(trees), session.trainer.policy), session.inputs.config
     try:
-        prediction = predict(run, config, _kernels(session), packed, is_first=True)
+        kernels = kernels_of(run, config, session.ranks.device)
+        prediction = predict(run, config, kernels, packed, is_first=True)
     except ModelError as error:
         return skipped(str(error))
     # one micro-batch, really run

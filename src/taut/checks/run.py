@@ -137,7 +137,7 @@ def _computation(session: Session) -> Iterator[Setting]:
     if how in ("selective", "offload"):
         first_step(session)
         on = [function for function in on if function.num_kept]
-    requested = f"{str(how).lower()} in {len(layers) if how else 0} layers"
+    requested = f"{str(how or False).lower()} in {len(layers) if how else 0} layers"
     state = _listed(str(function.how).lower() for function in on) if on else "false"
     yield Setting("activation_checkpointing", requested, f"{state} in {len(on)} layers")
     # how samples are packed and shared

@@ -42,6 +42,7 @@ from taut.models import architecture
 from taut.models.attention_backends import Observation, observe
 from taut.models.save import serving_tokenizer
 from taut.models.scorer import Scorer, evaluating
+from taut.plan.memory_options import decide_recomputation
 from taut.rl.online import Online, dry_run
 from taut.run.inputs import inputs_of, load_language, load_stops
 from taut.run.setup import Built, adapt, build_trainer, join_models, load
@@ -225,7 +226,9 @@ class Session:
 
     @cached_property
     def inputs(self) -> Inputs:
-        return inputs_of(self.run, self.language, self.stops, self.train, self.eval)
+        inputs = inputs_of(self.run, self.language, self.stops, self.train, self.eval)
+        self.run, decisions = decide_recomputation(self.run, inputs, self.ranks)
+        return replace(inputs, decisions=[*inputs.decisions, *decisions])
 
     # -- model
 

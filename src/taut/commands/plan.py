@@ -12,8 +12,10 @@ Without a GPU, named or present, plans for this machine's processor and memory, 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -34,11 +36,12 @@ from taut.methods.method import RunConfig, class_of
 from taut.models import architecture
 from taut.models.attention_backends import select
 from taut.models.cpu import cpu_matmul
-from taut.models.load import load_config
-from taut.models.precision import DTYPES, resolve_dtype
+from taut.models.load import has_tokenizer, load_config
+from taut.models.precision import DTYPES, no_bf16
 from taut.models.quantized.quantized_layers import format_of
 from taut.models.recompute import require_possible
 from taut.models.settings import ActivationCheckpointing, LoraConfig, Quantize
+from taut.plan import memory_options
 from taut.plan.allocations import PARTS
 from taut.plan.memory import (
     Footprint,
@@ -49,7 +52,7 @@ from taut.plan.memory import (
     predict_steps,
 )
 from taut.plan.models import FUSED, Kernels, skeleton
-from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet, recomputed
+from taut.plan.rates import GPUS, Rates, Seconds, calibrate, find_gpu, from_data_sheet, recomputed
 from taut.plan.rollouts import Rollout, rollout_of, scoring_of, seconds_of
 from taut.plan.workload import Workload, without_data, workload
 from taut.run.inputs import load_inputs
@@ -58,32 +61,13 @@ from taut.train.distributed import Ranks
 from taut.types import Packed
 
 GIB = 2**30
-ABOUT = {
-    "weights": "float32 masters, frozen weights as stored, adapters, buffers",
-    "critic": "the weights of PPO's critic",
-    "teacher": "what the student learns from, in the compute dtype",
-    "reference": "what the policy is measured against",
-    "rewards": "each: reward models in this process",
-    "gradients": "float32, of what trains",
-    "optimizer": "the moments of what trains",
-    "casts": "autocast's copies of weights, kept for the backward",
-    "activations": "kept for the backward",
-    "logits": "the head's rows over the vocabulary, a chunk at a time",
-    "temporary": "what a layer or the head has while it runs",
-    "generating": "instead of a step: keys and values of completions of full length",
-    "scoring": "instead of a step: a forward of a reward model, or of a teacher",
-    "ending": "what training holds while its result is written and compared",
-    "reading": "each: what it reads of a model before it is on the GPU",
-    "saving": "of the first: the result is read and compared in float32",
-    "staging": "each: checkpoints written in the background",
-    "offloaded": "each: inputs of layers, or weights, gradients and moments",
-    "loading": "each rank reads its part of the layers, and the tables whole",
-}
-UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+ABOUT: dict[str, str] = tomllib.loads(
+    resources.files("taut.commands").joinpath("plan_parts.toml").read_text(encoding="utf-8")
+)
+UNITS = {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for end, base in (("B", 1000), ("IB", 1024))
 }
 CHECKPOINTING: dict[ActivationCheckpointing, str] = {
     False: "",
@@ -143,7 +127,9 @@ class Planned:
     ways: tuple[Way, ...]
     """All configurations, the configured one first."""
     decisions: tuple[Decision, ...] = ()
-    """Settings that the method chooses."""
+    """Settings that the run leaves open."""
+    advice: str = ""
+    """Where no way fits, what other settings take."""
 
     @property
     def fits(self) -> bool:
@@ -168,6 +154,8 @@ def class_for(method: type[RunConfig]) -> type[Any]:
         "__module__": __name__,
         "__annotations__": {"data": DataConfig},
         "data": DataConfig(),
+        "needs_weights": False,
+        "unasked": ("rewards",),  # they take no memory but that of reward models
     }
     cls: type[Any] = configclass(type(f"Plan{method.__name__}", (Planning, method), body))
     return cls
@@ -195,17 +183,34 @@ def plan(config: Plan) -> Planned:
     if config.parallel.cpu_offload:
         distributed.require_offloadable(machine.device or torch.device("cuda"))
     num_shares = config.gpus // config.parallel.tensor
-    if config.data.train is not None:
+    decisions = config.decisions
+    if machine.device is None and config.dtype is None and machine.kernels.dtype == torch.float32:
+        reason = f"{machine.name} has neither bf16 arithmetic nor FlashAttention"
+        decisions.append(Decision("dtype", "float32", reason))
+    is_elsewhere = not Path(config.model).exists()  # at the hub, which has a tokenizer
+    if config.data.train is not None and (is_elsewhere or has_tokenizer(config.model)):
         with warn_if_slow("reading the data and laying out the first steps"):
             inputs = load_inputs(config, Ranks(0, 1, torch.device("cpu")))
             model, work = inputs.config, workload(config, inputs, num_shares)
     else:
         work = without_data(config, model, num_shares)
+        if config.data.train is not None:
+            why = f"{config.model} has no tokenizer, so data.train is not read"
+            work = work._replace(source=work.source.replace("no data given", why))
     limit = int(machine.memory * (1 - config.headroom))
     with warn_if_slow("timing a few layers on this machine (measure=false leaves that out)"):
         rates = _rates(config, model, machine, work)
+    # whether layers are recomputed where the run leaves it open, as the run decides it
+    if config.activation_checkpointing is None:
+        without = replace(config, activation_checkpointing=False)
+        with warn_if_slow("counting the bytes of a step"):
+            planner = _Planner(without, model, machine, work, limit)
+        step, device = planner.footprint(planner.full, config.gpus).step, machine.kernels.device
+        decision = memory_options.recomputation(step, machine.memory, device, config.headroom)
+        config = replace(config, activation_checkpointing=decision.value == "true")
+        decisions.append(decision)
     # the configurations to compare: the configured one first
-    ways, num_parameters = [], 0
+    ways, num_parameters = list[Way](), 0
     is_lora, lora = config.lora.is_on, config.lora
     lora = lora if is_lora else LoraConfig(rank=LORA_RANK)
     bases: list[tuple[bool, Quantize | None]] = [(False, None), (True, None)]
@@ -237,8 +242,17 @@ def plan(config: Plan) -> Planned:
             planner = _Planner(other, model, machine, work, limit)
         ways.append(planner.way(name, config, rates))
         num_parameters = num_parameters or planner.full.traced.policy.num_parameters
+    # where none of them fits: every other setting that takes less memory
+    advice = ""
+    if not any(way.most_tokens for way in ways):
+        packed = work.supply.filled(work.supply.longest)
+        there = memory_options.Memory(
+            model, machine.kernels, packed, work, machine.memory, config.gpus, limit
+        )
+        with warn_if_slow("trying other settings that take less memory"):
+            advice = f"with {packed.num_tokens:,} tokens, {memory_options.settings_that_help(config, there)}"
     return Planned(
-        machine, config.gpus, limit, work, num_parameters, tuple(ways), tuple(config.decisions)
+        machine, config.gpus, limit, work, num_parameters, tuple(ways), tuple(decisions), advice
     )
 
 
@@ -254,24 +268,24 @@ def memory(text: str, key: str) -> int:
 
 def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
     """The machine of the plan: a named GPU, one of the given memory, or this machine."""
-    if config.gpu is not None and config.gpu not in GPUS:
-        raise ConfigError(
-            f"gpu={config.gpu} is not in the table; expected one of {', '.join(GPUS)}; or set gpu_memory instead"
-        )
     size_set = None if config.gpu_memory is None else memory(config.gpu_memory, "gpu_memory")
     is_here = config.device == "cpu" or torch.cuda.is_available() or size_set is None
     if config.gpu is not None or not is_here:
-        name = config.gpu or "GPU"
+        # a GPU that is not here: one of the table, or one that has bf16
+        name = "GPU" if config.gpu is None else find_gpu(config.gpu)
+        has_bf16 = config.gpu is None or GPUS[name].has_bf16
+        if config.dtype == "bfloat16" and not has_bf16:
+            raise no_bf16(name)
         size = size_set or int(GPUS[name].gib * GIB)
-        return Machine(name, None, size, Kernels(DTYPES[config.dtype or "bfloat16"], FUSED, size))
+        dtype = config.dtype or ("bfloat16" if has_bf16 else "float32")
+        return Machine(name, None, size, Kernels(DTYPES[dtype], FUSED, size))
     device = distributed.start(config.device).device
-    compute = resolve_dtype(config.dtype, device).dtype
-    chosen = select(config.attention, device, compute, model)
-    size = size_set or device_memory(device)
-    if device.type == "cuda":
-        kernels = Kernels(compute, FUSED, device_memory(device))
-        return Machine(torch.cuda.get_device_name(device), device, size, kernels)
-    return Machine("CPU", device, size, Kernels(compute, chosen.implementation))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    size, kernels = (
+        size_set or device_memory(device),
+        memory_options.kernels_of(config, model, device),
+    )
+    return Machine(name, device, size, kernels)
 
 
 def _rates(config: Plan, model: PreTrainedConfig, machine: Machine, work: Workload) -> Rates | None:
@@ -507,7 +521,8 @@ def _verdict(planned: Planned) -> str:
     other = next((way for way in planned.ways if way.most_tokens), None)
     if other is None:
         why = f"; {ABOUT['loading']}" * (configured.footprint.loading > planned.limit)
-        return f"does not fit: {need}, nor does any way below{why}; take larger GPUs, or a smaller model"
+        others = f", nor does any way below{why}" if len(planned.ways) > 1 else why
+        return f"does not fit: {need}{others}; {planned.advice}"
     verdict = f"does not fit: {need}; set {' '.join(other.keys)}"
     if configured.now.peak <= planned.limit:
         verdict += f" (the first steps would fit: {_gib(configured.now.peak)} GiB)"

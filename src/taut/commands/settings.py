@@ -191,8 +191,8 @@ class Planning:
     """Memory of each GPU, as 80GiB or 141GB. Defaults to the memory of the named or detected GPU, or of this
     machine."""
     gpu: str | None = None
-    """A GPU of the table in docs/plan.md, to predict the seconds of a step: A100-40GB, A100-80GB, B200, H100, H200, L4,
-    L40S, RTX4090."""
+    """A GPU of the table in docs/plan.md, or a part of its name (4090, A100-80GB, T4), to plan for it and to predict
+    the seconds of a step."""
     headroom: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Fraction of the memory to leave free for the driver, collectives and the allocator's fragments."""
     measure: bool = True

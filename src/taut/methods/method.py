@@ -97,6 +97,8 @@ class RunConfig:
     """The kinds of rows that the method trains on; if there are several, each with the setting that selects it."""
     generates: ClassVar[bool] = False
     """Whether the run learns from completions that its model generates; its rows of data are then prompts."""
+    needs_weights: ClassVar[bool] = True
+    """Whether the weights of the model must be there; a plan needs none."""
     may_change: ClassVar[MayChange] = MayChange(
         freely=(
             "out",
@@ -181,8 +183,8 @@ class RunConfig:
     frozen_dtype: FrozenDtype = "auto"
     """Storage dtype of weights that do not train, next to adapters; products equal the products of float32 storage, to
     the bit. auto: the checkpoint's dtype, or float32 on a CPU that computes in float32 and has the memory, where it is
-    faster. checkpoint: the checkpoint's dtype, with linear layers in bfloat16 if that is the compute dtype; linear
-    layers of a wider checkpoint are then rounded in the saved model."""
+    faster. checkpoint: the checkpoint's dtype, with linear layers and experts in bfloat16 if that is the compute
+    dtype; those of a wider checkpoint are then rounded in the saved model."""
     quantize: Quantize | None = None
     """Quantize the linear layers and experts of the base under adapters (QLoRA): nf4 (4.13 bits a weight, double
     quantization) or int8 (8 bits). Products widen them to the compute dtype. A base that is already quantized is used
@@ -207,10 +209,11 @@ class RunConfig:
     """Compile each decoder layer with torch.compile, attention outside. Needs Triton on a GPU, a C++ compiler on a CPU;
     the first steps wait for it."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    activation_checkpointing: ActivationCheckpointing = False
+    activation_checkpointing: ActivationCheckpointing = None
     """Activations to recompute in the backward pass instead of storing them. true: each layer, from its inputs;
     selective: each layer except its matrix products and attention, which are stored; offload: as true, with the inputs
-    in host memory."""
+    in host memory. Default: true if by `taut plan` a step would take more than 90% of the GPU's memory, or half of the
+    machine's on a CPU, else false."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     freeze: list[str] = field(default_factory=list)

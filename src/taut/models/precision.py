@@ -57,7 +57,7 @@ def resolve_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         reason = f"the GPU has {'' if has_bf16 else 'no '}bf16 arithmetic"
         if requested == "bfloat16" and not has_bf16:
-            raise ModelError(f"dtype=bfloat16: {device} has no bf16 arithmetic; set dtype=float32")
+            raise no_bf16(torch.cuda.get_device_name(device))
     elif device.type == "cpu":
         capability = cpu_bf16()
         has_bf16 = capability is not None
@@ -67,6 +67,14 @@ def resolve_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
     if requested is not None:
         return ChosenDtype(DTYPES[requested], "asked for by name")
     return ChosenDtype(torch.bfloat16 if has_bf16 else torch.float32, reason)
+
+
+def no_bf16(name: str) -> ModelError:
+    """The error of bfloat16 on a GPU that is too old for it, as T4 and V100 are: the run and its plan refuse it."""
+    text = (
+        f"dtype=bfloat16: {name} has no bf16 arithmetic; expected float32 there; set dtype=float32"
+    )
+    return ModelError(text, code="no-bf16")
 
 
 def cpu_bf16() -> str | None:

@@ -16,7 +16,7 @@ CRITIC = "critic"
 CpuMatmulSetting = Literal["auto", "mkl", "onednn"]
 FrozenDtype = Literal["auto", "checkpoint", "float32"]
 Quantize = Literal["nf4", "int8"]
-ActivationCheckpointing = bool | Literal["selective", "offload"]
+ActivationCheckpointing = bool | Literal["selective", "offload"] | None
 RESIDUAL_STARTS = ("pissa", "olora")
 """Values of ``lora.init`` that start at a part of the weights."""
 

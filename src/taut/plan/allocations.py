@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
@@ -62,7 +63,7 @@ Shares = Mapping[str, float]
 class History:
     """The live bytes after each allocation and free."""
 
-    bytes_MP: IntArray
+    bytes_MP: Annotated[IntArray, PlainValidator(np.array), PlainSerializer(np.ndarray.tolist)]
     """[moves, parts]: bytes of each part after each move."""
     phases: tuple[int, ...]
     """The first move of each phase but the first."""
@@ -70,6 +71,21 @@ class History:
     """Number of operators that made or changed a tensor, without views."""
     host: int = 0
     """Most bytes at a time that were pinned in the host's memory."""
+
+    def thinned(self) -> History:
+        """The history without the moves that are no peak whatever the shares: another one of the phase has as many
+        bytes of each part, or more.
+        """
+        kept, phases = list[IntArray](), list[int]()
+        for start, stop in pairwise((0, *self.phases, len(self.bytes_MP))):
+            phases.append(sum(map(len, kept)))
+            rows = self.bytes_MP[start:stop] if stop > start else self.bytes_MP[start - 1 : start]
+            front = np.empty(0, dtype=int)
+            for at in np.argsort(-rows.sum(1), kind="stable"):
+                if not (rows[front] >= rows[at]).all(1).any():
+                    front = np.append(front, at)
+            kept.append(rows[np.sort(front)])
+        return replace(self, bytes_MP=np.concatenate(kept), phases=tuple(phases[1:]))
 
     def peak(self, shares: Shares = MappingProxyType({})) -> Parts:
         """The parts at the peak."""

@@ -37,15 +37,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig
 
 from taut.evals.round_trip import WHOLE
+from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.methods.settings import STREAM
 from taut.models import architecture
 from taut.models.quantized.frozen_storage import host_memory
+from taut.models.scorer import MIN_CHUNK_ROWS, chunk_elements
 from taut.plan.allocations import Allocations, Parts
 from taut.plan.models import (
     REFERENCE,
@@ -233,6 +235,40 @@ def _loading(models: Sequence[ModelFootprint], num_shards: int) -> int:
     return most
 
 
+def coarse_bound(
+    run: RunConfig, inputs: Inputs, model: nn.Module, device: torch.device, dtype: torch.dtype
+) -> int | None:
+    """Bytes that a step cannot exceed: inputs and outputs of linear layers kept twice in ``dtype`` (of what trains),
+    all weights with gradients and moments, a reference, and the head's chunk.
+
+    None if much of the model is not in linear layers (stacked experts), there is a vision tower, or another model than
+    the policy and a copy of it.
+    """
+    others = run.models()
+    is_other = others.reference is not None and others.reference.model is not None
+    if others.teacher is not None or others.critic is not None or is_other:
+        return None
+    if architecture.takes_pictures(inputs.config):
+        return None
+    table = architecture.stored_table(architecture.embedding(model))
+    assert table is not None, "an embedding has a weight"
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_linear = sum(module.weight.numel() for module in linear)
+    if num_linear < 0.5 * (num_parameters - table.numel()):
+        return None
+    # activations, weights and the head, each at its largest
+    tokens = max(run.batch.tokens_per_microbatch, inputs.longest)
+    width = sum(module.in_features + module.out_features for module in linear)
+    weights = 5 * num_parameters  # as they are, gradients, two moments, autocast's copies
+    head = 0
+    if architecture.has_head(model):
+        head = 4 * max(chunk_elements(device, dtype), MIN_CHUNK_ROWS * table.shape[0])
+    values = 2 * tokens * width + weights + head
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return dtype.itemsize * values + trained * others.has_live_reference
+
+
 def stages(config: CheckpointConfig, num_steps: int | None) -> bool:
     """Whether a run allocates buffers for its checkpoints."""
     return config.background and (config.keep_best or config.saves_before(num_steps))
@@ -289,13 +325,14 @@ def footprint_of(
     num_ranks: int,
     rollout: Rollout | None = None,
     scoring: int = 0,
+    num_steps: int | None = None,
 ) -> Footprint:
-    """The bytes of each rank of a run. ``scoring``: see ``scoring_of``."""
+    """The bytes of each rank of a run. ``scoring``: see ``scoring_of``; ``num_steps``: of a run, if known."""
     return footprint(
         traced,
         num_ranks,
         run.parallel,
-        stages=stages(run.checkpoint, run.steps),
+        stages=stages(run.checkpoint, num_steps or run.steps),
         is_host=kernels.device.type == "cpu",
         merges=run.save.merged,
         rollout=rollout,

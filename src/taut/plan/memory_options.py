@@ -6,28 +6,34 @@ fits alone one after the other until they fit together. A new setting is a row o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import float32, promote_types
 from transformers import PreTrainedConfig
 
-from taut.config import replace, to_dict
+from taut.config import Decision, replace, to_dict
 from taut.errors import ConfigError, ModelError
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.attention_backends import select
 from taut.models.precision import resolve_dtype
 from taut.models.recompute import require_possible
-from taut.plan.memory import device_memory, needs
-from taut.plan.models import FUSED, Kernels
-from taut.plan.workload import Workload, workload
+from taut.plan.memory import coarse_bound, device_memory, needs, predict
+from taut.plan.models import FUSED, Kernels, planned_model
+from taut.plan.workload import Workload, without_data, workload
 from taut.train.distributed import Ranks, require_offloadable
 from taut.types import Packed
 
 GIB = 2**30
 SPARE = 0.1
 """Share of a device that the driver, collectives and the allocator's fragments take."""
+HOST_SHARE = 0.5
+"""Share of a machine's memory that a step may take on a CPU before layers are recomputed: others run there too."""
+RECOMPUTES = "activation_checkpointing"
 WORTH = 0.01
 """A setting that saves a smaller share is left out."""
 TOKENS = "batch.tokens_per_microbatch"
@@ -69,6 +75,8 @@ class Memory:
     size: int
     """Bytes of the device."""
     num_ranks: int
+    limit: int
+    """Bytes of it that a run may take."""
 
     def peak(self, run: RunConfig) -> int:
         """Bytes of a rank. Raises ConfigError and ModelError for a run that cannot be."""
@@ -86,26 +94,76 @@ class Memory:
         return footprint.peak
 
 
-def memory_of(run: RunConfig, inputs: Inputs, ranks: Ranks, num_tokens: int | None) -> Memory:
-    """The memory of a run on this device. ``num_tokens``: of the micro-batch that did not fit; None: the largest of the
-    first steps.
+def decide_recomputation(
+    run: RunConfig, inputs: Inputs, ranks: Ranks, before: Mapping[str, Any] | None = None
+) -> tuple[RunConfig, list[Decision]]:
+    """The run with ``activation_checkpointing`` set, where it is not, by the memory of a full micro-batch; every rank
+    calls it, and takes the first one's choice. ``before``: resolved.json of the run to resume, which goes on as it was.
     """
-    work, size = workload(run, inputs, ranks.num_shares), device_memory(ranks.device)
-    dtype = resolve_dtype(run.dtype, ranks.device).dtype
-    kernels = Kernels(dtype, FUSED, size)
-    if ranks.device.type == "cpu":
-        chosen = select(run.attention, ranks.device, dtype, inputs.config)
-        kernels = Kernels(dtype, chosen.implementation)
-    packed = work.largest if num_tokens is None else work.supply.filled(num_tokens)
-    return Memory(inputs.config, kernels, packed, work, size, ranks.size)
+    if run.activation_checkpointing is not None:
+        return run, []
+    how = None if before is None else before["config"].get(RECOMPUTES)
+    decision = Decision(RECOMPUTES, str(how).lower(), "that of the run to resume")
+    if how is None:
+        decision = ranks.gather(_decide(run, inputs, ranks))[0]
+        how = decision.value == "true"
+    decided = dataclasses.replace(run, activation_checkpointing=how)
+    vars(decided).update({key: made for key, made in vars(run).items() if key not in vars(decided)})
+    return decided, [decision]
+
+
+def recomputation(
+    step: int, size: int, device: torch.device, spare: float = SPARE, most: str = ""
+) -> Decision:
+    """Whether layers are recomputed where a step takes so many bytes, or at ``most`` so many, without."""
+    share = min(HOST_SHARE, 1 - spare) if device.type == "cpu" else 1 - spare
+    reason = (
+        f"a step takes {most}{_gib(step)} GiB without; {share:.0%} of {_gib(size)} may be taken"
+    )
+    return Decision(RECOMPUTES, str(step > int(share * size)).lower(), reason)
+
+
+def _decide(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Decision:
+    """Whether a full micro-batch needs layers that are recomputed; of a model that cannot be planned, no."""
+    device, config, num_ranks = ranks.device, inputs.config, ranks.size
+    size, kernels = device_memory(device), kernels_of(run, config, device)
+    try:
+        # a bound, which is quick, and where it is too much the plan
+        model, wide = planned_model(run, config, kernels), promote_types(kernels.dtype, float32)
+        bound = coarse_bound(run, inputs, model, device, wide)
+        decision = recomputation(bound or size, size, device, most="at most ")
+        if decision.value == "false":
+            return decision
+        if run.data.is_stream:  # its rows are not known before its steps
+            work = without_data(run, config, ranks.num_shares)
+        else:
+            work = workload(run, inputs, ranks.num_shares)
+        is_first = work.later is None
+        found = predict(run, config, kernels, work.fullest, is_first=is_first, num_ranks=num_ranks)
+    except ModelError as error:
+        return Decision(RECOMPUTES, "false", f"what a step takes is not known: {error}")
+    return recomputation(found.footprint.step, size, device)
+
+
+def kernels_of(run: RunConfig, config: PreTrainedConfig, device: torch.device) -> Kernels:
+    """The settings of the computation of a run on a device that is here."""
+    dtype = resolve_dtype(run.dtype, device).dtype
+    chosen = select(run.attention, device, dtype, config)
+    if device.type == "cuda":
+        return Kernels(dtype, FUSED, device_memory(device))
+    return Kernels(dtype, chosen.implementation)
 
 
 def suggest_settings(run: RunConfig, inputs: Inputs, ranks: Ranks, num_tokens: int | None) -> str:
     """``settings_that_help`` for a run on this device; for a model that cannot be planned, why it is not known.
-    ``num_tokens``: as in ``memory_of``.
+    ``num_tokens``: of the micro-batch that did not fit; None: the largest of the first steps.
     """
     try:
-        return settings_that_help(run, memory_of(run, inputs, ranks, num_tokens))
+        work, size = workload(run, inputs, ranks.num_shares), device_memory(ranks.device)
+        packed = work.largest if num_tokens is None else work.supply.filled(num_tokens)
+        kernels, limit = kernels_of(run, inputs.config, ranks.device), int(size * (1 - SPARE))
+        memory = Memory(inputs.config, kernels, packed, work, size, ranks.size, limit)
+        return settings_that_help(run, memory)
     except ModelError as error:
         return f"what its settings take is not known: {error}"
 
@@ -116,7 +174,7 @@ def settings_that_help(run: RunConfig, memory: Memory) -> str:
     """
     # each setting alone; those that are needed together, until they fit
     now = memory.peak(run)
-    limit = min(int(memory.size * (1 - SPARE)), now - 1)
+    limit = min(memory.limit, now - 1)
     found, together = [], run
     sizes: list[int] = []
     for setting in SETTINGS:

@@ -21,9 +21,13 @@ that go to the host and come back, at the bus's. These are not measured, and the
 
 from __future__ import annotations
 
+import difflib
+import re
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +35,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from taut.attention.layout import Layout
+from taut.errors import ConfigError
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.cpu import faster_layers
@@ -86,26 +91,42 @@ class Gpu(NamedTuple):
 
     gib: float
     tflops: float
-    """Dense bf16 peak."""
+    """Dense peak in bf16, with sums in float32; in float16 where there is no bf16."""
     gb_per_second: float
     """Memory bandwidth."""
     link_gb_per_second: float
     """Bandwidth to the other GPUs of its machine, one way."""
     bus_gb_per_second: float
     """Bandwidth to the host's memory, one way: PCI Express of 16 lanes."""
+    capability: float
+    """Compute capability, which says what it computes."""
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it has bf16 arithmetic and FlashAttention, as NVIDIA's have from 8.0 on."""
+        return self.capability >= 8.0
 
 
-GPUS = {
-    "A100-40GB": Gpu(40, 312, 1555, 300, 32),
-    "A100-80GB": Gpu(80, 312, 2039, 300, 32),
-    "H100": Gpu(80, 989, 3350, 450, 64),
-    "H200": Gpu(141, 989, 4800, 450, 64),
-    "B200": Gpu(180, 2250, 8000, 900, 64),
-    "L4": Gpu(24, 121, 300, 32, 32),
-    "L40S": Gpu(48, 362, 864, 32, 32),
-    "RTX4090": Gpu(24, 165, 1008, 32, 32),
-}
+_TEXT = resources.files("taut.plan").joinpath("gpus.toml").read_text(encoding="utf-8")
+GPUS = {name: Gpu(*figures) for name, figures in tomllib.loads(_TEXT).items()}
 """Vendors' figures (SXM where it exists), not measured."""
+_MAKER = re.compile(r"nvidia|geforce|tesla|quadro|rtx|amd|instinct|[\W_]+")
+
+
+def find_gpu(name: str) -> str:
+    """The GPU of the table that a name, or a part of it, means. Raises ConfigError where that is none, or several."""
+    plain = {_MAKER.sub("", known.lower()): known for known in GPUS}
+    wanted = _MAKER.sub("", name.lower())
+    found = [wanted] if wanted in plain else [text for text in plain if wanted in text]
+    if len(found) == 1:
+        return plain[found[0]]
+    near = found or difflib.get_close_matches(wanted, plain, n=2)
+    hint = f"did you mean {' or '.join(plain[text] for text in near)}? " if near else ""
+    raise ConfigError(
+        f"gpu={name} is {'more than one GPU of' if found else 'not in'} the table; {hint}expected one of "
+        f"{', '.join(GPUS)}; or set gpu_memory, as in gpu_memory=24GiB",
+        code="invalid-value",
+    )
 
 
 class Work(NamedTuple):

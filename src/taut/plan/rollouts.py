@@ -53,6 +53,7 @@ from taut.plan.models import (
     with_layers,
 )
 from taut.plan.rates import GPUS, LAUNCH, NARROW, NETWORK, PER_NODE, UTILIZATION, forward_share
+from taut.plan.trace_cache import kept
 from taut.plan.tracing import CPU, Shapes, Traced, depths_of, known_parts, on_fakes, readable
 from taut.plan.workload import Supply
 from taut.types import Packed, Sample, Wants
@@ -98,6 +99,7 @@ class Rollout(NamedTuple):
         return self.casts + self.kept * tokens + between + self.temporary
 
 
+@kept
 def rollout_of(
     run: RunConfig, config: PreTrainedConfig, kernels: Kernels, supply: Supply, num_ranks: int
 ) -> Rollout | None:
@@ -112,14 +114,14 @@ def rollout_of(
     longest = max(int(sample.target_at_N[0]) for sample in samples)
     at_a_time = min(local.sequences, prompts * settings.n)
     # a prefill of a few layers, twice, from which the others follow
-    kept, peaks, operators = [], [], []
+    sizes, peaks, operators = [], [], []
     length = min(longest, local.prefill_tokens)
     count = max(1, min(local.prefill_tokens // length, prompts))
     scorer = planned_scorer(run, configs_of(run, config), kernels)
     depths = depths_of(run, POLICY, scorer.model)
     for depth in depths:
         one = _prefill(run, with_layers(config, depth), kernels, length, count)
-        kept.append(one[0])
+        sizes.append(one[0])
         peaks.append(one[1])
         operators.append(one[2])
     layers = len(architecture.layers(scorer.model))
@@ -129,7 +131,7 @@ def rollout_of(
         return round(counts[0] + steps * (counts[-1] - counts[0]))
 
     parts = {part: whole([peak[part] for peak in peaks]) for part in peaks[0]}
-    per_token = whole(kept) // (length * count)
+    per_token = whole(sizes) // (length * count)
     prefill = parts["temporary"] + parts["activations"] + parts["logits"]
     vocabulary = architecture.head(scorer.model).weight.shape[0]
     # the share of the completions that are sampled one by one, in each turn
@@ -230,6 +232,7 @@ class _Forward(NamedTuple):
     context: Callable[[], AbstractContextManager[Any]]
 
 
+@kept
 def scoring_of(run: RunConfig, kernels: Kernels, supply: Supply, num_ranks: int) -> int:
     """Bytes that scoring takes beside what training holds; 0 if no model scores."""
     if not isinstance(run, OnlineMethod):

@@ -58,6 +58,7 @@ from taut.plan.models import (
     planned_scorer,
     with_layers,
 )
+from taut.plan.trace_cache import kept
 from taut.types import IntArray, Media, Packed, Picture
 
 CPU = torch.device("cpu")
@@ -129,6 +130,7 @@ class Traced:
         return parts
 
 
+@kept
 def trace(
     run: RunConfig, config: PreTrainedConfig, kernels: Kernels, packed: Packed, *, is_first: bool
 ) -> Traced:
@@ -139,7 +141,8 @@ def trace(
     # a few layers of every deep model, and then more of each in turn
     depths = {part: depths_of(run, part, model) for part, model in deep(scorer).items()}
     few = {part: with_layers(configs[part], depth[0]) for part, depth in depths.items()}
-    idle = _idle(run, few, kernels)
+    has_tower = any(architecture.has_parts(model) for model in deep(scorer).values())
+    idle = _idle(run, few, kernels) if has_tower else []
     for name, parameter in scorer.named_parameters():
         if name in idle:
             parameter.requires_grad_(False)
@@ -151,7 +154,8 @@ def trace(
             steps.append((count - depth[0]) / (depth[1] - depth[0]))
     return Traced(
         histories=tuple(
-            _history(run, some, kernels, packed, idle, is_first=is_first) for some in chosen
+            _history(run, some, kernels, packed, idle, is_first=is_first).thinned()
+            for some in chosen
         ),
         steps=tuple(steps),
         models=held(run, scorer, kernels),
@@ -277,8 +281,7 @@ def _idle(run: RunConfig, configs: Configs, kernels: Kernels) -> list[str]:
                 found.extend(f"{prefix}.{name}" for name in architecture.freeze_unused(model))
         return found
 
-    if any(architecture.has_parts(model) for model in models.values()):
-        on_fakes(run, scorer, act)
+    on_fakes(run, scorer, act)
     return found
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
 from taut.data.batching import assign, layouts, samples_of
+from taut.data.dataset import Dataset, SourceShards
 from taut.data.packing import ALONE, PackPolicy, num_distinct_tokens, pack
-from taut.errors import ConfigError
+from taut.data.rows.prompts import PromptRow, PromptSet
+from taut.data.store.shards import ShardBuilder, Shards
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models import architecture
@@ -169,14 +171,15 @@ def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
 
 
 def without_data(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> Workload:
-    """Samples of one length, every token a target, in micro-batches that fill the token budget. Raises ConfigError for
-    a run whose rows have more structure.
+    """The steps of a run whose rows are not known: samples of one length, every token a target, in micro-batches that
+    fill the token budget. What is compared, judged or generated is laid out by the run from ``assumed_data``.
     """
     if run.row_kind != "sft":
-        raise ConfigError(
-            f"data.train is not set: what the rows of {run.command()} share is not guessed; expected data; "
-            "set data.train=FILE"
-        )
+        train = assumed_data(run, config)
+        unread: Any = None
+        inputs = Inputs(config, unread, unread, train, None, 0, [], unread, [], run.grows)
+        found = workload(run, inputs, num_ranks)
+        return found._replace(source=f"no data given: {train.parts[0].path}; {found.source}")
     budget = run.batch.tokens_per_microbatch
     length = min(run.data.max_length or GUESSED_LENGTH, context_length(config) or GUESSED_LENGTH)
     sample = Sample("sample", np.zeros(length, int), np.arange(1, length), np.ones(length - 1))
@@ -194,6 +197,29 @@ def without_data(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> Wo
     )
     later = packed if len(work) > 1 else None
     return Workload(packed, later, packed, [work], supply, source)
+
+
+def assumed_data(run: RunConfig, config: PreTrainedConfig) -> Dataset:
+    """Rows for two steps, each of ``data.max_length`` tokens or a guess: half of them the prompt, which two answers
+    share that are compared; prompts alone where answers are generated.
+    """
+    length = min(run.data.max_length or GUESSED_LENGTH, context_length(config) or GUESSED_LENGTH)
+    half, builder, prompts = max(1, length // 2), ShardBuilder(), list[PromptRow]()
+    about = f"rows of {length:,} tokens are assumed, half of them the prompt"
+    builder.num_rows = 2 * run.batch.samples_per_step
+    for number in range(1, 1 + builder.num_rows):
+        place, begun_T = f"{about}:{number}", np.full(half, number)
+        prompts.append(PromptRow(place, str(number), begun_T, "", (), None, {}))
+        samples = [Sample(place, begun_T, np.arange(1, half), np.ones(half - 1))]
+        for answer in range(0 if run.generates else 1 + run.compares_answers):
+            ids_T, at_N = np.append(begun_T, [answer] * (length - half)), np.arange(half, length)
+            values = dict.fromkeys(run.loss().needs_values, float((number + answer) % 2))
+            one = Sample(f"{place}#{answer}", ids_T, at_N, np.ones(at_N.size), values=values)
+            samples = [*samples[:answer], one]
+        builder.add([(number, place, samples)])
+    shards = Shards.of([builder.build()])
+    part = SourceShards(about, (about,), 1.0, about, shards, about, (), (about,))
+    return PromptSet([part], prompts) if run.generates else Dataset([part])
 
 
 # -- runs that generate

@@ -35,7 +35,8 @@ def load_language(run: RunConfig, day: date | None = None) -> Language:
     it; None: today.
     """
     path, trust, cached = run.model, run.trust_remote_code, directory_of(run.data.cache)
-    config, tokenizer = load_config(path, trust), load_tokenizer(path, trust)
+    config = load_config(path, trust, needs_weights=run.needs_weights)
+    tokenizer = load_tokenizer(path, trust)
     new_ids = add_tokens_to_tokenizer(tokenizer, run.tokens)
     image_store = open_image_store(path, config, tokenizer, run.data.images, cached, trust)
     renderer = build_renderer(run.data, tokenizer, image_store)

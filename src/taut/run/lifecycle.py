@@ -18,7 +18,7 @@ that it calls of them as ``Advisers``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
@@ -27,7 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from taut.config import to_dict
+from taut.config import Decision, to_dict
 from taut.data.render.tokens import token_bytes
 from taut.data.stream import StreamDataset
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, OutputError, TautError
@@ -106,6 +106,12 @@ class Advisers(NamedTuple):
     """Names settings that take less memory. Its last argument: the tokens of the micro-batch that did not fit, if
     known.
     """
+    decide: Callable[
+        [RunConfig, Inputs, Ranks, Mapping[str, Any] | None], tuple[RunConfig, list[Decision]]
+    ]
+    """Asked once the data are read: the run with the settings that follow from its memory, and the decisions. Its last
+    argument: resolved.json of the run to resume.
+    """
 
 
 @dataclass(frozen=True)
@@ -163,6 +169,8 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
             inputs = load_inputs(run, ranks, day, trains=True)
             if isinstance(inputs.train, StreamDataset):
                 opened.callback(inputs.train.stream.reader.close)
+            run, decisions = advisers.decide(run, inputs, ranks, before)
+            inputs.decisions.extend(decisions)
             start = look(run, out, before, inputs, ranks)
 
             if start.finished is not None:

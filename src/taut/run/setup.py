@@ -25,6 +25,7 @@ from taut.data.batching import Budget, CostModel
 from taut.data.order import START
 from taut.data.packing import PackPolicy
 from taut.errors import ConfigError, ModelError
+from taut.io import capabilities
 from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.models import architecture
@@ -200,9 +201,11 @@ def storage_for(
     if is_dora or compute == torch.float64 or not (run.stores_frozen or comes_quantized):
         return None
     storage = storage_of(checkpoint_dtype(config), compute, device, run.frozen_dtype)
+    saved = continued.get("modules_to_save") or run.lora.modules_to_save
+    widens_experts = capabilities.lack("an adapter of quantized experts") is not None
+    storage = replace(storage, whole=tuple(saved), widens_experts=widens_experts)
     if run.quantize is not None:
-        saved = continued.get("modules_to_save") or run.lora.modules_to_save
-        storage = replace(storage, quantize=run.quantize, whole=tuple(saved), host_share=None)
+        storage = replace(storage, quantize=run.quantize, host_share=None)
     # Rows that are added to a table start as the mean of its rows, in the dtype of the table.
     return replace(storage, tables=torch.float32) if new_ids else storage
 
@@ -434,7 +437,7 @@ def build_trainer(
             run.batch,
             ranks,
             one_sample=loaded.one_sample,
-            recomputes=run.activation_checkpointing not in (False, "selective"),
+            recomputes=run.activation_checkpointing in (True, "offload"),
         ),
         roles=[*models.roles, *([models.self_teacher] if models.self_teacher else [])],
         clip_grad_norm=optim.clip_grad_norm,

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from tests.helpers.chat_runs import chats, save_model, write_rows
+from tests.helpers.online_runs import questions
 from tests.helpers.tiny_models import tiny_config
 
 from taut.commands import plan as command
 from taut.commands.plan import Planned, memory, plan, show
 from taut.commands.settings import Plan
 from taut.config import from_mapping
-from taut.errors import ConfigError, TautError
+from taut.errors import ConfigError, ModelError, TautError
 from taut.io.console import warn_if_slow
+from taut.models.precision import no_bf16
+from taut.plan import tracing
+from taut.plan.rates import GPUS, find_gpu
 
 
 def config_of(model: Path, **keys: Any) -> Plan:
@@ -31,6 +37,15 @@ def bare(tmp_path: Path) -> Path:
     """A directory with a configuration and no weights."""
     tiny_config("qwen2", num_hidden_layers=1).save_pretrained(tmp_path / "bare")
     return tmp_path / "bare"
+
+
+def plan_of(*words: str) -> Planned:
+    """The plan that the command prints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "run", plan)
+        found: Any = command.main(None, words)
+    assert isinstance(found, Planned)
+    return found
 
 
 def text_of(config: Plan) -> str:
@@ -60,8 +75,52 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
 def test_no_gpus_and_unknown_gpus_are_refused(bare: Path) -> None:
     with pytest.raises(TautError, match="gpus"):
         config_of(bare, gpus=0)
-    with pytest.raises(ConfigError, match="gpu=H1000 is not in the table; expected one of A100"):
+    says = "gpu=H1000 is not in the table; did you mean H100 or H200?.*gpu_memory=24GiB"
+    with pytest.raises(ConfigError, match=says):
         plan(config_of(bare, gpu="H1000"))
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "gib"),
+    [
+        ("4090", "RTX4090", 24),
+        ("RTX 3090", "RTX3090", 24),
+        ("NVIDIA GeForce RTX 5090", "RTX5090", 32),
+        ("rtx_a6000", "A6000", 48),
+        ("pro 6000", "RTX-PRO-6000", 96),
+        ("a10", "A10", 24),
+        ("l40s", "L40S", 48),
+        ("H200", "H200", 141),
+        ("AMD Instinct MI300X", "MI300X", 192),
+    ],
+)
+def test_a_part_of_a_name_is_enough(name: str, known: str, gib: int) -> None:
+    assert (find_gpu(name), GPUS[find_gpu(name)].gib) == (known, gib)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("A100", ["A100-40GB", "A100-80GB"]), ("6000", ["A6000", "RTX6000-Ada", "RTX-PRO-6000"])],
+)
+def test_what_several_gpus_are_called_is_asked_back(name: str, near: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {' or '.join(near)}\\?") as refused:
+        find_gpu(name)
+    assert refused.value.code == "invalid-value"
+
+
+@pytest.mark.parametrize("gpu", ["T4", "V100-16GB"])
+def test_a_gpu_without_bf16_computes_in_float32(gpu: str, bare: Path) -> None:
+    """As the run does there. bfloat16 is refused by both with one code, float16 where the keys are read."""
+    keys: dict[str, Any] = {"gpu": gpu, "alternatives": False}
+    planned = plan(config_of(bare, **keys))
+    assert planned.machine.kernels.dtype == torch.float32
+    assert planned.machine.memory == 16 * 2**30
+    assert ("dtype", "float32") in [(one.name, one.value) for one in planned.decisions]
+    with pytest.raises(ModelError, match="set dtype=float32") as refused:
+        plan(config_of(bare, dtype="bfloat16", **keys))
+    assert refused.value.code == no_bf16(gpu).code == "no-bf16"
+    with pytest.raises(ConfigError, match="float32 where the hardware has no bfloat16"):
+        config_of(bare, dtype="float16", **keys)
 
 
 def test_a_plan_needs_neither_weights_nor_data(bare: Path) -> None:
@@ -161,8 +220,105 @@ def test_the_plan_of_another_method_is_of_its_own_steps(
         command.main(None, [*words[:-2], "dpo.beta=0.2"])
 
 
-def test_what_rows_have_in_common_is_not_guessed(bare: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"data.train is not set: what the rows of taut kto share"
-    ):
-        command.main(None, [f"model={bare}", "method=kto"])
+LENGTH = 256
+"""Tokens of the context of a tiny model."""
+
+
+@pytest.mark.parametrize(
+    ("method", "samples"),
+    [("kto", 1), ("dpo", 2), ("reward", 2), ("grpo", 8), ("online_dpo", 2)],
+)
+def test_rows_of_other_methods_are_assumed_where_there_are_none(
+    method: str, samples: int, bare: Path
+) -> None:
+    """No weights, no tokenizer, no data, and no rewards: what does not change memory is not asked for."""
+    words = ("gpu=L4", "alternatives=false", "steps=1", "batch.samples_per_step=8")
+    planned = plan_of(f"model={bare}", f"method={method}", *words)
+    trees = planned.work.supply.trees
+    assert planned.fits
+    assert f"rows of {LENGTH} tokens are assumed" in planned.work.source
+    assert (len(trees), {len(tree.samples) for tree in trees}) == (8, {samples})
+    assert {sample.num_tokens for tree in trees for sample in tree.samples} == {LENGTH}
+
+
+@pytest.mark.parametrize(("method", "samples"), [("dpo", 12), ("grpo", 6)])
+def test_a_plan_of_data_needs_no_weights(method: str, samples: int, tmp_path: Path) -> None:
+    """And reads no data where there is no tokenizer, which it says."""
+    model = save_model(tmp_path / "model", num_hidden_layers=1)
+    (model / "model.safetensors").unlink()
+    rows = [{"prompt": "why?", "chosen": f" a cat {n}", "rejected": " a dog"} for n in range(6)]
+    data = write_rows(tmp_path / "rows.jsonl", rows if method == "dpo" else questions(6))
+    words = [f"data.train={data}", f"method={method}", "gpu=L4", "alternatives=false", "steps=2"]
+    planned = plan_of(f"model={model}", *words)
+    assert planned.fits
+    assert planned.work.source.startswith(f"the first 2 steps of {samples} samples")
+    for file in model.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    planned = plan_of(f"model={model}", *words)
+    assert planned.fits
+    assert "no tokenizer, so data.train is not read" in planned.work.source
+
+
+def test_recomputation_is_decided_by_what_fits_and_a_set_value_is_in_force(bare: Path) -> None:
+    keys: dict[str, Any] = {"gpu": "L4", "headroom": 0.0, "checkpoint__every": 0}
+    kept, again = (
+        plan(config_of(bare, activation_checkpointing=how, alternatives=False, **keys))
+        for how in (False, True)
+    )
+    assert kept.ways[0].footprint.step > again.ways[0].footprint.step
+    for size, how in ((0, True), (1, False)):
+        memory = f"{(kept.ways[0].footprint.step - 1 + size) / 1e3}KB"
+        planned = plan(config_of(bare, gpu_memory=memory, **keys))
+        assert ("activation_checkpointing", str(how).lower()) in [
+            (one.name, one.value) for one in planned.decisions
+        ]
+        same = again if how else kept
+        assert planned.fits
+        assert planned.ways[0].footprint == same.ways[0].footprint
+        assert planned.ways[0].keys == ()
+        forced = plan(config_of(bare, gpu_memory=memory, activation_checkpointing=not how, **keys))
+        assert forced.ways[0].footprint == (kept if how else again).ways[0].footprint
+        assert forced.fits != how
+
+
+def test_every_setting_is_tried_before_more_gpus_are_advised(bare: Path) -> None:
+    """A sample that fits with checkpointing alone, of a run that has it off and asks for no alternatives."""
+    keys: dict[str, Any] = {"gpu": "L4", "headroom": 0.0, "checkpoint__every": 0}
+    keys |= {"batch__tokens_per_microbatch": LENGTH, "alternatives": False}
+    kept, again = (
+        plan(config_of(bare, activation_checkpointing=how, **keys)).ways[0].footprint.peak
+        for how in (False, True)
+    )
+    assert again < kept
+    small = plan(
+        config_of(bare, gpu_memory=f"{again / 1e3}KB", activation_checkpointing=False, **keys)
+    )
+    (way,) = small.ways
+    assert (small.fits, way.most_tokens) == (False, 0)
+    text = shown(small, 400)
+    assert "activation_checkpointing=true" in text and "fits" in small.advice
+    assert "any way below" not in text and "take larger" not in text
+
+
+def test_a_second_plan_traces_nothing_and_says_the_same(
+    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it changes that no trace depends on: the card, if it has as much memory, the learning rate."""
+    keys: dict[str, Any] = {"gpu": "L4", "lora__rank": 2}
+    first = plan(config_of(bare, **keys))
+    trace, count = tracing._history, []
+    monkeypatch.setattr(tracing, "_history", lambda *a, **k: (count.append(1), trace(*a, **k))[1])
+    second = plan(config_of(bare, **keys))
+    other = plan(config_of(bare, **{**keys, "gpu": "RTX4090"}, optim__learning_rate=1e-3))
+    assert first.ways == second.ways
+    assert [way.footprint for way in other.ways] == [way.footprint for way in first.ways]
+    assert not count
+    # a file that is damaged is as none, and another rank another trace
+    for file in (Path(os.environ["TAUT_CACHE"]) / "traces").iterdir():
+        file.write_text("{")
+    assert plan(config_of(bare, **keys)).ways == first.ways
+    again = len(count)
+    assert again > 0
+    plan(config_of(bare, gpu="L4", lora__rank=3))
+    assert len(count) > again

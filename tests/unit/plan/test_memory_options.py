@@ -12,7 +12,7 @@ from taut.config import from_mapping, replace, to_dict
 from taut.errors import ConfigError
 from taut.methods.method import RunConfig
 from taut.plan import memory_options
-from taut.plan.memory_options import SETTINGS, Setting, settings_that_help
+from taut.plan.memory_options import SETTINGS, SPARE, Setting, settings_that_help
 
 GIB = 2**30
 SIZES = {"optim.state": 60, "batch.tokens_per_microbatch": 50, "activation_checkpointing": 40}
@@ -29,7 +29,7 @@ class Table:
     packed = type("Packed", (), {"num_tokens": 1000})
 
     def __init__(self, size: int) -> None:
-        self.size = size * GIB
+        self.size, self.limit = size * GIB, int(size * GIB * (1 - SPARE))
 
     def peak(self, run: RunConfig) -> int:
         if run.lora.is_on:

@@ -89,6 +89,19 @@ def test_shares_move_the_fullest_moment() -> None:
     assert history.peak({"gradients": 0.5})["activations"] == 60
 
 
+def test_a_history_without_what_is_never_a_peak_has_the_same_peaks() -> None:
+    draw = np.random.default_rng(0)
+    rows = draw.integers(0, 9, (500, len(PARTS)))
+    whole = History(rows, phases=(120, 120, 300), operators=7, host=5)
+    thin = whole.thinned()
+    assert len(thin.bytes_MP) < len(rows)
+    assert (thin.operators, thin.host, len(thin.phases)) == (7, 5, 3)
+    for _ in range(50):
+        shares = dict(zip(PARTS, draw.random(len(PARTS)), strict=True))
+        assert thin.peaks(shares) == whole.peaks(shares)
+    assert thin.peak() == whole.peak()
+
+
 @pytest.mark.parametrize(
     ("architecture", "is_first", "keys"),
     [
@@ -98,6 +111,7 @@ def test_shares_move_the_fullest_moment() -> None:
         ("llama", False, {"dtype": "bfloat16", "lora__rank": 4, "activation_checkpointing": True}),
         pytest.param("qwen3_moe", True, {"dtype": "float32"}, marks=pytest.mark.slow),
         ("qwen3_moe", False, {"dtype": "float32", "router__aux_loss_coef": 0.01}),
+        ("qwen3_moe", True, {"dtype": "bfloat16", "lora__rank": 2}),
         pytest.param("lfm2", False, {"dtype": "float64", "lora__rank": 2}, marks=pytest.mark.slow),
         pytest.param(
             "qwen3",
@@ -139,6 +153,7 @@ def test_a_head_that_keeps_its_logits_would_be_seen(
         return forward(ctx, hidden, weight, *rest)
 
     monkeypatch.setattr(LinearHead, "forward", staticmethod(hoarding))
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "of patched code"))
     after = predict(built.run, built.inputs.config, REFERENCE, work.largest, is_first=True)
     grown = after.footprint.parts["logits"] - before.footprint.parts["logits"]
     vocabulary = built.inputs.config.vocab_size
@@ -166,6 +181,7 @@ def test_a_few_layers_tell_of_many(
     few = trace(run, config, REFERENCE, packed, is_first=is_first)
     assert few.steps == (7 - depth,)
     monkeypatch.setattr(tracing, "depths_of", lambda *_: (7,))
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "of patched code"))
     every = trace(run, config, REFERENCE, packed, is_first=is_first)
     assert not every.steps
     for shares in ({}, {"weights": 0.1, "gradients": 0.1}):

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import pytest
 from tests.helpers.chat_runs import QUIET, chats, events, save_model, write_rows
 
-from taut.config import from_mapping
+from taut.config import Decision, from_mapping
 from taut.errors import CheckFailed, DataError
 from taut.methods.method import RunConfig
 from taut.methods.sft import Sft
@@ -33,6 +33,10 @@ def run_in(place: Path) -> RunConfig:
     return from_mapping(Sft, {**QUIET, **keys, **once})
 
 
+def undecided(run: RunConfig, *_: object) -> tuple[RunConfig, list[Decision]]:
+    return run, []
+
+
 def refuse(*_: object) -> NoReturn:
     raise CheckFailed("it would train nothing")
 
@@ -44,16 +48,18 @@ def test_nodes_are_asked_before_the_data_and_the_run_before_out_is_claimed(tmp_p
         asked.append("nodes")
 
     with pytest.raises(CheckFailed, match="it would train nothing"):
-        train(run, Advisers(look, refuse, lambda *_: ""))
+        train(run, Advisers(look, refuse, lambda *_: "", undecided))
     assert asked == ["nodes"] and not (tmp_path / "out").exists()
     (tmp_path / "train.jsonl").write_text("{}\n")
     with pytest.raises(DataError):
-        train(run, Advisers(look, refuse, lambda *_: ""))
+        train(run, Advisers(look, refuse, lambda *_: "", undecided))
     assert asked == ["nodes", "nodes"] and not (tmp_path / "out").exists()
 
 
 def test_answers_of_checks_follow_the_first_event_in_the_order_asked(tmp_path: Path) -> None:
-    advisers = Advisers(lambda *_: Asked("nodes"), lambda *_: Asked("run"), lambda *_: "")
+    advisers = Advisers(
+        lambda *_: Asked("nodes"), lambda *_: Asked("run"), lambda *_: "", undecided
+    )
     result = train(run_in(tmp_path), advisers)
     kinds = [event["kind"] for event in read_events(result.out / "events.jsonl")]
     assert kinds[:3] == ["start", "check", "check"] and kinds[-1] == "end"

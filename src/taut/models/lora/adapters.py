@@ -167,7 +167,7 @@ def apply_lora(
                     "settings that each module takes; change lora.dropout, lora.dora or lora.targets"
                 ) from error
             _prepare_copies(wrapped, sharded)
-    _adapt_quantized_experts(wrapped)
+    _adapt_stored_experts(wrapped)
     # Adapters compute in the dtype of the layer they adapt, which is bfloat16 in a sharded model that computes in it:
     # peft would widen their input to float32, the dtype of their weights, and keep it for the backward pass.
     for module in wrapped.modules():
@@ -444,11 +444,13 @@ def _as_if_whole() -> Iterator[None]:
         magnitudes.dequantize_module_weight = weight_of
 
 
-def _adapt_quantized_experts(model: nn.Module) -> None:
-    """Let an adapter of quantized experts be added to the numbers of their weights; peft would add them to codes."""
+def _adapt_stored_experts(model: nn.Module) -> None:
+    """Let an adapter of quantized or narrow experts be added to the numbers of their weights; peft would add them to
+    codes, or round the sum.
+    """
     for module in model.modules():
         wrapper: Any = module
-        if not hasattr(module, "lora_A") or not hasattr(_base_layer(wrapper), "wide_sizes"):
+        if not hasattr(module, "lora_A") or not hasattr(_base_layer(wrapper), "factors"):
             continue
         capabilities.require("an adapter of quantized experts", "lora.rank with quantize")
         (adapter,) = wrapper.lora_A
@@ -458,7 +460,7 @@ def _adapt_quantized_experts(model: nn.Module) -> None:
 
 @contextmanager
 def _adding(wrapper: Any, active: Collection[str]) -> Iterator[None]:
-    """peft's ``ParamWrapper._activate_lora`` for quantized experts."""
+    """peft's ``ParamWrapper._activate_lora`` for experts that are not in float32."""
     factors = _base_layer(wrapper).factors
     for adapter in set(active) & set(wrapper.lora_A):
         factors[wrapper.parameter_name] = wrapper.get_delta_factors(adapter)

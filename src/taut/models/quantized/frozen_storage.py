@@ -1,9 +1,10 @@
 """How the weights that do not train are stored: in the checkpoint's dtype, where adapters train next to them.
 
     linear layers of the decoder    in the checkpoint's dtype
+    experts that are one tensor     in the checkpoint's dtype
     embedding and head              in the checkpoint's dtype
     all else                        in the dtype of what trains (float32): norms, biases, routers, scalar heads, vision
-                                    towers, experts that are one tensor
+                                    towers
 
 The arithmetic is that of weights in float32, to the last bit: a product widens its weight for as long as it takes
 (``cpu_matmul.linear_from_stored``; autocast would round it to the same bf16), an embedding widens the rows that it
@@ -52,11 +53,13 @@ class Storage:
     quantize: Quantize | None = None
     """Quantize the linear layers' weights."""
     whole: tuple[str, ...] = ()
-    """The ends of names of modules that train whole, and so are not quantized."""
+    """The ends of names of modules that train whole, and so are not quantized, nor narrow experts."""
     host_share: float | None = None
     """Widen everything to float32 on the CPU if that takes at most this share of its memory; None: never."""
     rounds: bool = False
     """Whether the layers' weights have fewer bits than the checkpoint's."""
+    widens_experts: bool = False
+    """Whether experts are in the dtype of what trains: before peft 0.21 an adapter of others would be rounded."""
 
 
 def storage_of(
@@ -86,7 +89,15 @@ def stored_dtypes(model: PreTrainedModel, storage: Storage) -> dict[str, torch.d
             dtypes[f"{name}.weight"] = storage.tables
         elif id(module) in inside and type(module) is nn.Linear:
             dtypes[f"{name}.weight"] = storage.layers
+        elif id(module) in inside and not (storage.widens_experts or _is_whole(name, storage)):
+            keys = quantized_storage.stacked_experts(name, module)
+            dtypes |= {f"{name}.{key}": storage.layers for key in keys}
     return {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
+
+
+def _is_whole(name: str, storage: Storage) -> bool:
+    """Whether a module of this name trains whole, or is inside of one that does."""
+    return any(f".{kept}." in f".{name}." for kept in storage.whole)
 
 
 def stored_parameters(model: PreTrainedModel, storage: Storage) -> set[nn.Parameter]:
@@ -138,6 +149,9 @@ def store(model: PreTrainedModel, storage: Storage, *, widens_rows: bool = True)
                 module._parameters[key] = nn.Parameter(parameter.detach().to(dtype), trains)
             else:
                 parameter.data = parameter.data.to(dtype)
+        keys = quantized_storage.stacked_experts(name, module)
+        if narrow := [key for key in keys if dtypes.get(f"{name}.{key}", torch.float32) in NARROW]:
+            quantized_storage.widen_experts(module, narrow)
     table = architecture.embedding(model)
     if widens_rows and isinstance(table, nn.Embedding) and table.weight.dtype in NARROW:
         table.forward = MethodType(_look_up, table)  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -278,6 +278,32 @@ def quantize_experts(module: nn.Module, kind: Kind) -> None:
     experts.forward = MethodType(_experts_forward, module)
 
 
+def stacked_experts(name: str, module: nn.Module) -> list[str]:
+    """The tensors of all experts [E, ...] in the module of this name, if it is one of experts."""
+    own = module._parameters.items() if "experts" in name.split(".") else ()
+    return [key for key, p in own if p is not None and p.ndim == 3 and p.is_floating_point()]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The format of weights that are numbers of fewer bits."""
+
+    shape: tuple[int, ...]
+    """Of the weight of an expert."""
+
+    def widen(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights in ``dtype``."""
+        return rows.to(dtype)
+
+
+def widen_experts(module: nn.Module, keys: Sequence[str]) -> None:
+    """Let a module of experts compute with these tensors, which are narrow, as with wide ones."""
+    experts: Any = module
+    experts.formats = {key: Stored(experts._parameters[key].shape[1:]) for key in keys}
+    experts.factors = {}
+    experts.forward = MethodType(_experts_forward, module)
+
+
 def _experts_forward(self: Any, hidden: Tensor, *rest: Any, **keywords: Any) -> Tensor:
     """The library's own forward with wide weights."""
     device, dtype = hidden.device.type, hidden.dtype
@@ -299,25 +325,32 @@ def _experts_forward(self: Any, hidden: Tensor, *rest: Any, **keywords: Any) -> 
 
 
 def _adapted(
-    layout: Format, rows: Tensor, dtype: torch.dtype, factors: tuple[Tensor, Tensor, float] | None
+    layout: Format | Stored,
+    rows: Tensor,
+    dtype: torch.dtype,
+    factors: tuple[Tensor, Tensor, float] | None,
 ) -> Tensor:
-    """The numbers of all experts. ``factors``: an adapter's two matrices for each, and the scale of their product."""
-    wide = layout.widen(rows, dtype)
+    """The numbers of all experts. ``factors``: an adapter's two matrices for each, and the scale of their product,
+    which is added to codes in ``dtype``, to numbers in the adapter's dtype, as peft does.
+    """
     if factors is None:
-        return wide
+        return layout.widen(rows, dtype)
     left, right, scale = factors
-    return torch.baddbmm(wide, left.to(dtype), right.to(dtype), alpha=scale)
+    within = left.dtype if isinstance(layout, Stored) else dtype
+    with torch.autocast(rows.device.type, enabled=False):
+        wide = layout.widen(rows, within)
+        return torch.baddbmm(wide, left.to(within), right.to(within), alpha=scale).to(dtype)
 
 
 @contextmanager
 def experts_as_numbers(model: nn.Module) -> Iterator[None]:
-    """Inside, quantized experts have the shapes of their numbers in float32, and no contents: peft makes adapters by
-    them.
+    """Inside, experts that are quantized or narrow have the shapes of their numbers in float32, and no contents: peft
+    makes adapters by them.
     """
-    kept: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    kept: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for module in model.modules():
-            for key in getattr(module, "wide_sizes", {}):
+            for key in getattr(module, "formats", {}) if hasattr(module, "factors") else ():
                 rows, experts = module._parameters[key], cast(Any, module)
                 assert rows is not None, "its size is known"
                 kept.append((module, key, rows))
@@ -327,6 +360,7 @@ def experts_as_numbers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, key, parameter in kept:
+            parameter.requires_grad_(False)  # peft has frozen it by the name
             module._parameters[key] = parameter
 
 

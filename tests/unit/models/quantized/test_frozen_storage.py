@@ -33,6 +33,7 @@ from taut.models.settings import LoraConfig
 
 CPU = torch.device("cpu")
 NARROW = Storage(torch.bfloat16, torch.bfloat16)
+EXPERTS = ("qwen3_moe", "gpt_oss")
 FEW = ("qwen2", "gemma3", "qwen3_moe", "gpt_oss")
 
 
@@ -85,7 +86,7 @@ def test_training_has_the_same_bits_as_with_weights_in_float32(
     path = save(name, tmp_path / "base")
     results = []
     for storage in (None, NARROW):
-        model = apply_lora(load(path, storage), LoraConfig(rank=2), seed=1)
+        model = apply_lora(load(path, storage, dtype), LoraConfig(rank=2), seed=1)
         before = digest(model)
         results.append(two_steps(model, dtype))
         assert digest(model) == before
@@ -105,6 +106,9 @@ def test_what_is_stored_in_which_dtype(name: str, tmp_path: Path) -> None:
     assert not any(word in n for n in narrow for word in ("norm", "bias", "router", "sinks"))
     inside = [m for m in architecture.layers(model).modules() if type(m) is nn.Linear]
     assert all(m.weight.dtype == torch.bfloat16 for m in inside)
+    stacked = [p for n, p in model.named_parameters() if p.ndim == 3 and "experts" in n]
+    assert all(p.dtype == torch.bfloat16 for p in stacked)
+    assert len(stacked) == (2 * len(architecture.layers(model)) if name in EXPERTS else 0)
 
 
 def test_merged_weights_are_those_of_float32(tmp_path: Path) -> None:
