@@ -301,7 +301,7 @@ class Evaluation(NamedTuple):
         """The keeper of the best model by one of the metrics."""
         measured, smaller = self.measured, SMALLER_IS_BETTER
         for own in (own for own in self.custom if own.name == metric):
-            file = own.code.label.rpartition("/")[2]  # of an object from Python its digest
+            file = Path(own.code.label.rpartition(" has ")[2]).name  # or digest, of Python's object
             measured = _digest(f"{measured} {file} {own.code.source}")
             smaller = (metric,) if getattr(own.function, "smaller_is_better", False) else ()
         return Best(metric, measured, directory, save, trainer, smaller)
