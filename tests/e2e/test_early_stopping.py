@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 from tests.helpers.chat_runs import (
     PLAIN,
+    QUIET,
     chats,
     column,
     events,
     largest_difference,
     sft,
     weights,
+    words_of,
     write_rows,
 )
+from tests.helpers.forked_processes import run
 from tests.helpers.online_runs import keys_of, questions, save_models
 from tests.helpers.online_runs import train as train_online
 from tests.helpers.refusals import ErrorCode, refused
@@ -52,9 +55,9 @@ def go(model: Path, train: Path, held_out: Path, tmp_path: Path) -> Go:
     return lambda name, **keys: sft(model, train, tmp_path / name, **{**fixed, **keys})
 
 
-def killed_after(run: Path, step: int, to: Path) -> Path:
-    """``run`` as it was when it was killed after the checkpoint of a step."""
-    shutil.copytree(run, to)
+def killed_after(whole: Path, step: int, to: Path) -> Path:
+    """A run as it was when it was killed after the checkpoint of a step."""
+    shutil.copytree(whole, to)
     shutil.rmtree(to / "model")
     for path in (to / "checkpoints").glob("step-*"):
         if int(path.name[-6:]) > step:
@@ -117,9 +120,11 @@ def test_a_resumed_run_ends_at_the_same_evaluation(before_end: int, go: Go, tmp_
 def test_a_run_that_ended_early_is_finished_until_it_is_asked_for_more(go: Go) -> None:
     first = go("out")
     written = (first.out / "events.jsonl").read_bytes()
-    again = go("out", resume=True)
-    assert again.notice is not None
-    assert again.steps == first.steps
+    for steps in (30, 40):
+        again = go("out", resume=True, steps=steps)
+        assert again.notice is not None
+        assert "a better loss" in again.notice
+        assert (again.steps, again.ended_early) == (first.steps, first.ended_early)
     assert (first.out / "events.jsonl").read_bytes() == written
     longer = go("out", resume=True, eval__stop_after=3)
     assert longer.steps == first.steps + 2
@@ -207,3 +212,18 @@ def test_rollouts_end_early_by_answers(name: str, tmp_path: Path) -> None:
     assert [event["step"] for event in events(result.out, "eval")] == [4, 7, 10]
     assert left(result)["step"] == 10
     assert json.loads((result.out / "best" / "best.json").read_text())["step"] == 4
+
+
+@pytest.mark.slow
+def test_two_ranks_end_together(
+    go: Go, model: Path, train: Path, held_out: Path, tmp_path: Path
+) -> None:
+    """At the same evaluation as one rank."""
+    keys = {**QUIET, "model": model, "data.train": train, "data.eval": held_out, "steps": 30}
+    keys |= {"optim.learning_rate": 0.05, "eval.best": "loss", "eval.stop_after": 2}
+    keys |= {"eval.every": 2, "check": "off", "contract.prompts": 0, "out": tmp_path / "two"}
+    done = run("-m", "taut", "sft", *words_of(keys), num_ranks=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one = go("one")
+    (end,) = events(tmp_path / "two", "end")
+    assert (end["step"], end["ended_early"]) == (one.steps, one.ended_early)

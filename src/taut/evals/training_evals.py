@@ -1,4 +1,5 @@
-"""Evaluation during training: held-out loss, measured answers, and the best model so far.
+"""Evaluation during training: held-out loss, measured answers, the user's metrics (custom_metrics.py), the best model
+so far, and early stopping.
 
 Held-out loss is the training loss's own sums and metrics, without gradient, over every row of a set. Answers come from
 the engine on the weights that train, with separate random streams: a run with evaluations and one without take the same
@@ -10,8 +11,9 @@ The best model by one metric is in ``out/best``: a model directory like ``model/
 
 ``measured`` is the fingerprint of the rows and settings of the measurement; a resumed run in which these differ is
 refused, because the values cannot be compared. A resumed run knows the best value up to its checkpoint; a later model
-in the directory is recognized at its step. Of equal values the earlier one stays. The directory is replaced as a whole,
-so a killed run leaves the old best or the new one.
+in the directory is recognized at its step. Evaluations since the best value are counted, for eval.stop_after, and the
+count is part of a checkpoint. Of equal values the earlier one stays. The directory is replaced as a whole, so a killed
+run leaves the old best or the new one.
 """
 
 from __future__ import annotations
@@ -301,7 +303,7 @@ class Evaluation(NamedTuple):
         """The keeper of the best model by one of the metrics."""
         measured, smaller = self.measured, SMALLER_IS_BETTER
         for own in (own for own in self.custom if own.name == metric):
-            file = own.code.label.rpartition("/")[2]  # of an object from Python its digest
+            file = Path(own.code.label.rpartition(" has ")[2]).name  # or digest, of Python's object
             measured = _digest(f"{measured} {file} {own.code.source}")
             smaller = (metric,) if getattr(own.function, "smaller_is_better", False) else ()
         return Best(metric, measured, directory, save, trainer, smaller)

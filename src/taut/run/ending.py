@@ -112,13 +112,13 @@ class Result:
 
 def result_of_finished(run: RunConfig, out: Path, end: Finish) -> Result:
     """The result of a run that was finished before, from its last event."""
-    model = out / run.save.result
+    model, early = out / run.save.result, end.get("ended_early")
     notice = (
         f"{out} is finished: {end['step']} steps, the result is in {model}; nothing was changed; "
-        "raise steps or epochs to train on"
+        f"{'raise steps or epochs' if early is None else f'{early}; change that'} to train on"
     )
     result = Result(out, model, end["step"], end["loss"], end["metrics"], None, notice=notice)
-    result = replace(result, ended_early=end.get("ended_early"))
+    result = replace(result, ended_early=early)
     return result.judged(run, end.get("learned_nothing"))
 
 

@@ -85,9 +85,8 @@ def look(
     end = _finish(out, run.save.result)
     if end is not None:
         plan = _plan(run, inputs, Cursor(*end["cursor"]), out)
-        now = {**to_dict(run), "num_steps": plan.num_steps}
-        then = {**before.get("config", {}), "num_steps": before.get("num_steps")}
-        is_alike = all(then.get(key) == now[key] for key in ("num_steps", "eval", "hooks"))
+        now, then = to_dict(run), before.get("config", {})
+        is_alike = all(then.get(key) == now[key] for key in ("eval", "hooks"))
         if plan.num_steps == end["step"] or ("ended_early" in end and is_alike):
             if "identity" not in before:
                 raise OutputError(

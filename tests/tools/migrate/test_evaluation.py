@@ -118,6 +118,8 @@ def test_the_options_become_keys(case: str, tmp_path: Path) -> None:
     names = ("load_best_model_at_end", "early_stopping_patience", "early_stopping_steps")
     names = (*names, "early_stop_interval", "evals_per_epoch", "saves_per_epoch")
     assert {said[name] for name in names if name in said} <= {"carried"}
+    is_said = "the best model is in out/best, the last one in out/model" in offer["assumed"]
+    assert is_said == ("load_best_model_at_end" in said)
     # the run takes them
     from_mapping(METHODS[offer["method"]], {"model": "m", **settings})
 

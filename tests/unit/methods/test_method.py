@@ -155,9 +155,11 @@ def test_a_run_is_trained_by_its_own_method_only(called: str, given: Any) -> Non
         ("sft", "deepspeed", "start the command with torchrun"),
         ("grpo", "top_p", "rollouts are drawn from the whole distribution"),
         ("sft", "push_to_hub", "taut push RUN OWNER/NAME uploads a finished run"),
-        ("sft", "early_stopping_patience", "eval.best=loss keeps the best model"),
-        ("sft", "compute_metrics", "eval.answers.rewards=FILE.py:NAME measures held-out answers"),
-        ("sft", "callbacks", "log.sinks=FILE.py:Class gets every event of a run"),
+        ("sft", "early_stopping_patience", "did you mean 'eval.stop_after'?"),
+        ("sft", "compute_metrics", "did you mean 'eval.metrics'?"),
+        ("sft", "callbacks", "did you mean 'hooks'?"),
+        ("sft", "evals_per_epoch", "did you mean 'eval.every'?"),
+        ("sft", "saves_per_epoch", "did you mean 'checkpoint.every'?"),
     ],
 )
 def test_a_name_of_another_framework_leads_to_what_there_is_here(
@@ -176,6 +178,8 @@ def test_a_name_of_another_framework_leads_to_what_there_is_here(
         ("optim.name", "adamw_torch", "optim.name=adamw"),
         ("optim.schedule", "constant_with_warmup", "optim.schedule=constant"),
         ("quantize", True, "quantize=nf4"),
+        ("eval.every", "epoch", "eval.every=1epoch"),
+        ("checkpoint.every", "epoch", "checkpoint.every=1epoch"),
         ("quantize", "8bit", "quantize=int8"),
     ],
 )

@@ -95,6 +95,16 @@ def test_scores_and_gradients_equal_the_plain_head(kind: str) -> None:
 
 @pytest.mark.usefixtures("chunked")
 @pytest.mark.parametrize("kind", SPECS)
+def test_predicted_tokens_leave_the_scores_as_they_are(kind: str) -> None:
+    hidden, target, spec = make(**SPECS[kind])  # type: ignore[arg-type]
+    found = score_hidden(hidden, target, spec, with_predicted=True)
+    assert found.predicted_N is not None
+    assert found.predicted_N.tolist() == spec.logits(hidden).argmax(-1).tolist()
+    assert torch.equal(found.logp_N, score_hidden(hidden, target, spec).logp_N)
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("kind", SPECS)
 def test_the_linear_way_equals_the_plain_head(kind: str) -> None:
     hidden, target, spec = make(**SPECS[kind])  # type: ignore[arg-type]
     linear = torch.linspace(-2, 1, N, dtype=torch.float64)

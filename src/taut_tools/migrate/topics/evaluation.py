@@ -46,8 +46,9 @@ def carry_evaluation(draft: Draft) -> None:
         for option in asked:
             draft.lacking(option, lacks)
         return
-    why = "eval.best: the best model is in out/best, and the last one in out/model"
-    draft.set("eval.best", metric, "load_best_model_at_end", "metric_for_best_model", why=why)
+    draft.set("eval.best", metric, "load_best_model_at_end", "metric_for_best_model")
+    if draft.is_on("load_best_model_at_end"):
+        draft.assumed.append("the best model is in out/best, the last one in out/model")
     draft.carried(["greater_is_better"], ["eval.best"])
     # early stopping
     for option in PATIENCE:
