@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from taut.commands.settings import Chat
 from taut.config import user_path
 from taut.data.rows.messages import Message
-from taut.errors import EngineError, TautError
+from taut.errors import DataError, EngineError, TautError
 from taut.inference.engine import Texts, room
 from taut.inference.factory import OpenEngine, open_engine
 from taut.inference.local import LocalEngine, conversation
@@ -126,8 +126,8 @@ class Session:
         count = f"{len(self.pictures)} with" if len(self.pictures) > 1 else "with"
         self.write(f"[{seen.width}x{seen.height} pixels, {count} the next message]\n")
 
-    def say(self, text: str) -> Answer:
-        """Answer a message; both join the conversation, unless there is no answer."""
+    def say(self, text: Any) -> Answer:
+        """Answer a message, a text or its parts; both join the conversation, unless there is no answer."""
         # the whole conversation, rendered anew
         pictures = [{"type": "image", "image": picture} for picture in self.pictures]
         content = [*pictures, {"type": "text", "text": text}] if pictures else text
@@ -200,17 +200,21 @@ class Conversation(ExitStack):
         opened = self.enter_context(open_engine(config))
         self.enter_context(conversation(opened.engine))
         folder = self.enter_context(TemporaryFolder("chat"))
-        self._session, self.model = Session(config, opened, lambda _: None, folder), config.model
-        self.note = ""
-        """Why the last answer ended before its end token; empty if it did not."""
+        self._session = Session(config, opened, lambda _: None, folder)
+        self.model, self.note = config.model, ""
+        """``note``: why the last answer ended before its end token; empty if it did not."""
 
     def __call__(self, message: str | Sequence[Message]) -> str:
         """Answer a message, or the last of a list of messages, which replaces the conversation. Raises EngineError
         where there is no answer.
         """
         if not isinstance(message, str):
+            if not message or message[-1]["role"] != "user":
+                raise DataError(
+                    "found no message of the role user at the end; expected one; add it"
+                )
             *self._session.messages, last = message
-            message = str(last["content"])
+            message = last["content"]
         text, self.note = self._session.say(message)
         if text is None:
             raise EngineError(f"{self.model} gave no answer: {self.note}; expected one; ask again")

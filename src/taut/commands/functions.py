@@ -131,8 +131,7 @@ def _words(command: Command, words: tuple[Any, ...]) -> tuple[Any, dict[str, Any
     if command.many is not None:
         return config, {command.many: [*texts]} if texts else {}
     if len(texts) > len(command.alone):
-        expected = ", ".join(command.alone) or "a file"
-        raise ConfigError(f"found {len(words)} words; expected {expected}; give the others by key")
+        raise ConfigError(f"found {len(words)} words; expected {command.words}; name the keys")
     return config, dict(zip(command.alone, texts, strict=False))
 
 

@@ -137,7 +137,7 @@ def test_words_are_those_of_the_command(name: str, words: Any, expected: Any) ->
 
 
 def test_too_many_words_are_refused() -> None:
-    with pytest.raises(ConfigError, match="found 3 words; expected model, adapter"):
+    with pytest.raises(ConfigError, match="found 3 words; expected MODEL ADAPTER out=DIR"):
         taut.merge("a", "b", "c")
     with pytest.raises(ConfigError, match="found int by position; expected Sft"):
         taut.sft(3)
@@ -215,6 +215,10 @@ def test_chat_answers_and_keeps_the_conversation(model: Path) -> None:
         # a list is the whole conversation, with a system message of its own
         again = [{"role": "system", "content": "you are a cat"}, chat.messages[0]]
         assert chat(again) == first
+        assert len(chat.messages) == 3
+        for wrong in ([], chat.messages):
+            with pytest.raises(taut.DataError, match="no message of the role user at the end"):
+                chat(wrong)
         assert len(chat.messages) == 3
 
 

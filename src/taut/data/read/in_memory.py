@@ -104,11 +104,8 @@ def _values_of(value: Any, key: str) -> tuple[str, list[Any]] | None:
         )
     name = value.name if isinstance(getattr(value, "name", None), str) else "text"
     if is_array:
-        names = getattr(value.dtype, "names", None)
-        values = value.tolist()
-        return name, values if names is None else [
-            dict(zip(names, it, strict=True)) for it in values
-        ]
+        names, values = getattr(value.dtype, "names", None), value.tolist()
+        return name, [dict(zip(names, it, strict=True)) for it in values] if names else values
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     return (name, list(value)) if is_sequence else None
 
