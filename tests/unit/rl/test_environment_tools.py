@@ -16,6 +16,7 @@ import pytest
 
 from taut.data.rows.tool_calls import ToolCall
 from taut.errors import ConfigError, EngineError, UserCodeError
+from taut.io.user_code import name_object
 from taut.rl.environments import tools
 from taut.rl.environments.tools import ToolFunction, answer, calculator, load_tool
 from taut.rl.settings import TOOL_ENTRY_POINTS, Remote
@@ -259,3 +260,20 @@ def test_a_tool_may_be_opened_with_the_settings_of_a_service_and_is_described_wi
     assert kit.decisions == [("index", "small", "it fits")]
     file.write_text(OPENED.replace("return (lambda", "raise AssertionError; return (lambda"))
     assert tools.schemas_of([f"{file}:search"], 1.0) == (kit.functions["search"].schema,)
+
+
+def test_a_function_that_python_gives_is_a_tool_itself() -> None:
+    offset = 10
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        return a + b + offset
+
+    tool = load_tool(name_object(add))
+    assert (tool.name, tool.function) == ("add", add)
+    assert tool.schema["function"]["description"] == "Add two numbers."
