@@ -37,6 +37,7 @@ from taut.data.settings import BatchConfig, DataConfig, Kind, Split
 from taut.errors import ConfigError
 from taut.evals.settings import AnswersConfig, ContractConfig, StopCheckConfig
 from taut.inference.settings import Sampling
+from taut.io.user_code import named_files
 from taut.methods import METHODS, command_of, published
 from taut.methods.settings import ChecksConfig, EvalConfig, MayChange
 from taut.models.settings import (
@@ -264,6 +265,7 @@ class RunConfig:
         data.streaming=true[is_stream] excludes eval.every=1epoch[counts_epochs]
             eval.answers.every=1epoch[counts_epochs] checkpoint.every=1epoch[counts_epochs]: a stream has no epochs
         eval.stop_after needs data.eval eval.answers.data: there is nothing to measure it on
+        eval.every needs data.eval: there is nothing to evaluate
         data.streaming=true[is_stream] excludes method[generates]: all prompts are read before the first step
         data.streaming=true[is_stream] excludes batch.group_prefixes=true: all rows are compared with each other
         data.streaming=true[is_stream] excludes batch.tokens_per_step: it needs the lengths of all rows
@@ -520,7 +522,7 @@ class RunConfig:
             *input_paths(questions),
             *map(str, files_of(answers.rewards)),
             *map(str, sink_files(self.log.sinks)),
-            *(spec.rpartition(":")[0] for spec in [*self.hooks, *self.eval.metrics]),
+            *map(str, named_files([*self.hooks, *self.eval.metrics])),
             *files_read(answers.rewards),
         ]
 
