@@ -409,14 +409,11 @@ def answers_look_like_answers(session: Session) -> Finding:
         "have another model's marks, or calls as text": _with_marks(session, pairs),
     }
     unit = f"of {len(pairs):,} answers"
-    lines = [
-        f"{len(some):,} {what}: {short_place(some[0].place)}: {quoted(some[0].answer)}"
-        for what, some in sorted(found.items(), key=lambda item: -len(item[1]))
-        if some
-    ]
     what, worst = max(found.items(), key=lambda item: len(item[1]))
+    lines = [f"{short_place(pair.place)}: {quoted(pair.answer)}" for pair in worst[:MAX_ROWS]]
     if len(worst) < max(2, MANY * len(pairs)):
-        return passed("they do", len(pairs), "answers", lines)
+        notes = [f"{len(worst)} {what}: {line}" for line in lines[:1]]
+        return passed("they do", len(pairs), "answers", notes)
     remedy = "the model learns to write so; correct these rows, or take them out"
     measured = len(worst), unit
     return warned(f"{len(worst):,} {unit} {what}", measured=measured, evidence=lines, remedy=remedy)
@@ -444,10 +441,11 @@ def _cut_off(session: Session, pairs: Sequence[Exchange]) -> list[Exchange]:
 
 
 def _is_said_again(answer: str) -> bool:
-    """Whether about half of its runs of four words, or more, were there before."""
+    """Whether about half of its runs of four words, or more, were there before; or so of its last 24 words."""
     words = answer.split()
-    runs = [*zip(words, words[1:], words[2:], words[3:], strict=False)]
-    return len(words) >= 12 and len({*runs}) <= 0.55 * len(runs)
+    texts = [words, words[-24:]] if len(words) >= 12 else []
+    runs = [[*zip(some, some[1:], some[2:], some[3:], strict=False)] for some in texts]
+    return any(len({*some}) <= 0.55 * len(some) for some in runs)
 
 
 def _begins_with_question(pair: Exchange) -> bool:

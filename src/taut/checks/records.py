@@ -97,7 +97,7 @@ def every_picture_can_be_read(session: Session) -> Finding:
         skip_if(not num_ignored, "no row that can be read names a picture")
         return passed("the pictures are left out: data.ignore_keys", num_ignored, "pictures")
     # each opened as training opens it
-    images, broken = session.run.data.images, list[str]()
+    images, broken, contents = session.run.data.images, list[str](), Counter[str]()
     pictures = pictures[:PICTURES_OPENED]
     try:
         image_store = session.language.renderer.image_store
@@ -108,13 +108,17 @@ def every_picture_can_be_read(session: Session) -> Finding:
             if isinstance(ref, PictureError):
                 broken.append(str(ref))
             elif image_store is not None:
-                image_store.see(ref, place)
+                contents[image_store.see(ref, place).digest] += 1
             else:
                 require_allowed(ref, images)
                 if ref.kind != "url":
                     decoded_size(encoded(ref, images), ref.name, images)
         except PictureError as error:
             broken.append(str(error) if image_store is not None else f"{place}: {error}")
+    if 8 <= max(contents.values(), default=0) > 0.9 * len(pictures):
+        evidence = [place for place, _ in pictures[:MAX_ROWS]]
+        remedy = "see what the rows name: with one picture for all nothing is learned of pictures"
+        return warned("nearly all pictures are one and the same", evidence=evidence, remedy=remedy)
     if not broken:
         return passed("every picture can be read", len(pictures), "pictures")
     unit = f"of {len(pictures):,} pictures"

@@ -156,3 +156,21 @@ def a_processor_that_is_saved_otherwise(place: Place, is_faulty: bool) -> Sessio
     if is_faulty:
         place.patch.setattr(save, "copy_processor", other)
     return pictured(place)
+
+
+@fault("data.images", says="one and the same", part="quick", outcome="warning")
+def one_picture_for_all(place: Place, is_faulty: bool) -> Session:
+    """A loop wrote the path of its last picture into every row; or there are two pictures, as in the twin."""
+    for name in ("1", "2"):
+        Image.new("RGB", (28 * int(name), 28), "white").save(place.directory / f"{name}.png")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"what is it, in {number} words?"},
+                {"role": "assistant", "content": f"it is {'a white ' * number}box"},
+            ],
+            "images": [str(place.directory / ("1.png" if is_faulty or number % 2 else "2.png"))],
+        }
+        for number in range(1, 10)
+    ]
+    return place.session(tiny_vlm(KIND, place.directory / "model"), place.data(rows))
