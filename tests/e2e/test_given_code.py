@@ -77,7 +77,7 @@ class Counts:
         return "two steps" if self.steps == 2 else None
 
 
-def test_hooks_and_metrics_may_be_objects(tmp_path: Path) -> None:
+def test_a_hook_may_be_an_object(tmp_path: Path) -> None:
     model = save_models(tmp_path)
     hook = Counts()
     keys = keys_of("grpo", model, tmp_path, steps=9, hooks=[hook])
