@@ -184,7 +184,8 @@ def is_untrained(session: Session) -> bool:
     ratios = []
     for parameter in architecture.layers(session.model)[-1].parameters():
         part = distributed.local(parameter).detach()
-        if part.ndim > 1 and part.is_floating_point() and min(part.shape[-2:]) >= 8:
+        is_matrix = part.ndim > 1 and part.is_floating_point() and min(part.shape[-2:]) >= 8
+        if is_matrix and part.any():  # a new adapter's second matrix is 0
             squares = part.flatten(0, -2)[:4096].double().square()
             spread = float(squares.square().mean() / squares.mean().square()) - 1
             for axis in (0, 1):

@@ -166,8 +166,8 @@ def one_picture_for_all(place: Place, is_faulty: bool) -> Session:
     rows = [
         {
             "messages": [
-                {"role": "user", "content": f"what is it, in {number} words?"},
-                {"role": "assistant", "content": f"it is {'a white ' * number}box"},
+                {"role": "user", "content": f"what is picture {number}?"},
+                {"role": "assistant", "content": f"it is box {number}"},
             ],
             "images": [str(place.directory / ("1.png" if is_faulty or number % 2 else "2.png"))],
         }
