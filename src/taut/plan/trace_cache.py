@@ -23,7 +23,6 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 import pydantic
 from transformers import PreTrainedConfig
 
-import taut
 from taut.config import to_dict
 from taut.data.store.cache import directory_of
 from taut.io import files
@@ -88,6 +87,6 @@ def _described(one: Any) -> Any:
 @cache
 def _code() -> list[str]:
     """The code that a trace runs: a digest of this package, and versions of others."""
-    sources = sorted(Path(taut.__file__).parent.rglob("*.py"))
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     return [digest, *(version(name) for name in ("torch", "transformers", "peft"))]

@@ -307,8 +307,13 @@ def test_a_second_plan_traces_nothing_and_says_the_same(
     """Whatever it changes that no trace depends on: the card, if it has as much memory, the learning rate."""
     keys: dict[str, Any] = {"gpu": "L4", "lora__rank": 2}
     first = plan(config_of(bare, **keys))
-    trace, count = tracing._history, []
-    monkeypatch.setattr(tracing, "_history", lambda *a, **k: (count.append(1), trace(*a, **k))[1])
+    trace, count = tracing._history, list[int]()
+
+    def counted(*given: Any, **keywords: Any) -> Any:
+        count.append(1)
+        return trace(*given, **keywords)
+
+    monkeypatch.setattr(tracing, "_history", counted)
     second = plan(config_of(bare, **keys))
     other = plan(config_of(bare, **{**keys, "gpu": "RTX4090"}, optim__learning_rate=1e-3))
     assert first.ways == second.ways
