@@ -1,6 +1,6 @@
 """``examine("trl:recipe.yaml")``: find the traps in a recipe of another framework, and convert it to a run of taut.
 
-A recipe is given as FRAMEWORK:FILE; as FRAMEWORK==VERSION:FILE for a release that is not the newest known; as
+A recipe is given as FRAMEWORK:FILE, of which a Python script needs the FILE only; as FRAMEWORK==VERSION:FILE for a release that is not the newest known; as
 FRAMEWORK.METHOD:FILE for a settings file that fits several methods. The report is text in 100 columns, or JSON with a
 named schema (docs/recipes.md).
 """
@@ -12,7 +12,7 @@ import json
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -26,7 +26,7 @@ from taut.errors import ConfigError
 from taut.io.terminal import Terminal
 from taut.methods import command_of
 from taut_tools.migrate.convert import convert
-from taut_tools.migrate.dialects import DIALECTS, dialect_of, read_recipe
+from taut_tools.migrate.dialects import DIALECTS, dialect_of, kinds_of, read_recipe
 from taut_tools.migrate.draft import Carried
 from taut_tools.migrate.facts import Facts
 from taut_tools.migrate.recipe import Recipe
@@ -63,9 +63,15 @@ def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
     """Read a recipe and judge it; ``num_processes`` is for a recipe that does not state its number of processes.
     Raises ConfigError where there is no recipe.
     """
-    match = SPEC.fullmatch(spec)
+    match, is_taken = SPEC.fullmatch(spec), False
+    if match is None and spec.endswith(".py"):
+        match, is_taken = SPEC.fullmatch(f"trl:{spec}"), True
     if match is None:
-        raise ConfigError(f"recipe={spec}: expected FRAMEWORK:FILE, e.g. trl:recipe.yaml")
+        kinds = kinds_of(home_path(spec)) or ["FRAMEWORK"]
+        meant = " or ".join(f"{kind}:{spec}" for kind in kinds)
+        raise ConfigError(
+            f"recipe={spec}: the framework is not named; expected FRAMEWORK:FILE, e.g. trl:recipe.yaml; write {meant}"
+        )
     if match["framework"] not in DIALECTS:
         near = difflib.get_close_matches(match["framework"], DIALECTS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}" if near else f"expected one of {', '.join(DIALECTS)}"
@@ -81,6 +87,9 @@ def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
     try:
         dialect = dialect_of(match["framework"], path)
         recipe = read_recipe(dialect, path, match["method"], match["version"])
+        if is_taken:
+            taken = f"{spec} is a script of trl or transformers, as Python is read of them alone"
+            recipe = replace(recipe, assumed=(taken, *recipe.assumed))
         facts = Facts(recipe, path.parent)
         carried = convert(recipe, facts, num_processes)
         return RecipeReport(recipe, str(path), tuple(judge(recipe, facts)), carried)

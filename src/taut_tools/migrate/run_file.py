@@ -52,6 +52,7 @@ def run_file(recipe: Recipe, carried: Carried, notes: Iterable[str] = ()) -> str
         *(f"# {one_line(note)}" for note in notes),
     ]
     lines += _comments("assumed", carried.assumed)
+    lines += _comments("not read", recipe.unread)
     lacking = carried.having("lacking")
     lines += _comments("lacks", (option_line(one) for one in lacking if one.changes or one.refuses))
     quiet = (option_line(one) for one in lacking if not one.changes and not one.refuses)

@@ -153,25 +153,30 @@ def _carry_trl_name(draft: Draft) -> None:
         _set_sources(draft, "dataset_name", "data.train", [])
         draft.needless("part of dataset_name, which is not known", *parts, "dataset_test_split")
         return
-    if Path(path).suffix in SUFFIXES:
-        _set_sources(draft, "dataset_name", "data.train", [{"path": path}])
+    sources = [{"path": path}]
+    if is_hub := Path(path).suffix not in SUFFIXES:
+        split = {"split": draft.value("dataset_train_split", "train")}
+        sources = [hub(path) | present("name", draft.value("dataset_config")) | split]
+    else:
         draft.needless("a file has no splits", *parts, "dataset_test_split")
-        return
-    source = hub(path) | present("name", draft.value("dataset_config"))
-    _set_sources(
-        draft,
-        "dataset_name",
-        "data.train",
-        [source | {"split": draft.value("dataset_train_split", "train")}],
-    )
+    _set_sources(draft, "dataset_name", "data.train", sources)
     draft.carried(parts, ["data.train"])
-    # Evaluation rows are another split of the same data set.
-    names = ("eval_strategy", "dataset_test_split")
+    _hold_out(draft, "test_split_size", [dict(source) for source in sources])
+    # Evaluation rows are another split of the same data set; in Python also those of another one.
+    names, given = (
+        ("eval_strategy", "dataset_test_split", "eval_dataset"),
+        draft.value("eval_dataset"),
+    )
     if draft.value("eval_strategy", "no") in ("no", False) or draft.method not in OFFLINE_EVAL:
         draft.needless("nothing is evaluated", *names, "eval_steps")
         return
-    held_out = source | {"split": draft.value("dataset_test_split", "test")}
-    draft.set("data.eval", [held_out], *names)
+    if given:
+        held_out = [source | hub(source["path"]) for source in given]
+    else:
+        held_out = [sources[0] | {"split": draft.value("dataset_test_split", "test")}]
+    if (given or is_hub) and "test_split_size" not in draft.given:
+        draft.set("data.eval", held_out, *names)
+    draft.carried(names, ["data.eval"] if "data.eval" in draft.settings else [])
     _set_eval_steps(draft, "eval_steps")
 
 
