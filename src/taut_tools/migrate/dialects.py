@@ -137,12 +137,12 @@ def read_recipe(
             raise ConfigError(
                 f"{path} is Python, which is read of trl and transformers alone; write trl:{path}"
             )
-        trains = PythonRecipe(
-            read_text(path), path, _read_table("python"), (*dialect.methods, *dialect.more_methods)
-        )
+        methods = (*dialect.methods, *dialect.more_methods)
+        trains = PythonRecipe(read_text(path), path, _read_table("python"), methods)
         settings, unread, keys_in_file = trains.settings, trains.unread, set()
         method = method or trains.method
-        launch = {"place": trains.place, "assumed": tuple(trains.assumed)}
+        place = f"{path.name}:{trains.call.line}"
+        launch = {"place": place, "assumed": tuple(trains.script.assumed)}
     else:
         own_commands = [
             (words, exported, start)

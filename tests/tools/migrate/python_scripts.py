@@ -220,7 +220,6 @@ ARGPARSE = """\
 import argparse
 
 from datasets import load_dataset
-from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 parser = argparse.ArgumentParser()
@@ -229,17 +228,6 @@ parser.add_argument("--lr", "--learning-rate", type=float, default=3e-4)
 parser.add_argument("--max_steps", type=int, default=-1, help="all")
 parser.add_argument("--no-lora", action="store_true")
 parser.add_argument("--out", required=True)
-
-
-def run(args):
-    peft_config = LoraConfig(r=8, target_modules="all-linear")
-    trainer = SFTTrainer(
-        model=args.model_name,
-        train_dataset=load_dataset("stanfordnlp/imdb", split="train"),
-        args=SFTConfig(output_dir=args.out),
-        peft_config=peft_config,
-    )
-    trainer.train()
 
 
 args = parser.parse_args()

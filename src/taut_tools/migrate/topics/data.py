@@ -10,7 +10,7 @@ from typing import Any
 from taut.io import files
 from taut_tools.migrate.dialects import find_near
 from taut_tools.migrate.draft import POLICY_METHODS, Draft, is_count, is_off, words_of
-from taut_tools.migrate.frameworks import words
+from taut_tools.migrate.frameworks import tables_of, words
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """Data files that taut reads."""
@@ -19,33 +19,6 @@ EMPTY_THINK = "<think>\n\n</think>\n\n"
 """Text before each answer in the subsets qwen3 and empty_think of self-cognition; qwen3 also asks for it."""
 SELF_COGNITION_ROWS = 108
 TAKEN = "has as many rows as are named, or more: the first are taken, where ms-swift draws them"
-SWIFT_COLUMNS = {
-    "messages": "messages",
-    "conversations": "conversations",
-    "query": "instruction",
-    "response": "output",
-    "system": "system",
-    "images": "images",
-    "videos": "videos",
-    "tools": "tools",
-    "label": "label",
-    "rejected_response": "rejected",
-}
-"""taut's name of a column, by ms-swift's."""
-FACTORY_COLUMNS = {
-    "prompt": "instruction",
-    "query": "input",
-    "response": "output",
-    "history": "history",
-    "messages": "conversations",
-    "system": "system",
-    "tools": "tools",
-    "images": "images",
-    "videos": "videos",
-    "chosen": "chosen",
-    "rejected": "rejected",
-    "kto_tag": "label",
-}
 OFFLINE_EVAL = ("sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward", "distill")
 """Methods with a held-out loss, ``eval.every``."""
 
@@ -163,10 +136,8 @@ def _carry_trl_name(draft: Draft) -> None:
     draft.carried(parts, ["data.train"])
     _hold_out(draft, "test_split_size", [dict(source) for source in sources])
     # Evaluation rows are another split of the same data set; in Python also those of another one.
-    names, given = (
-        ("eval_strategy", "dataset_test_split", "eval_dataset"),
-        draft.value("eval_dataset"),
-    )
+    names = ("eval_strategy", "dataset_test_split", "eval_dataset")
+    given = draft.value("eval_dataset")
     if draft.value("eval_strategy", "no") in ("no", False) or draft.method not in OFFLINE_EVAL:
         draft.needless("nothing is evaluated", *names, "eval_steps")
         return
@@ -329,7 +300,7 @@ def _carry_swift_columns(draft: Draft) -> None:
         columns = {theirs: ours for theirs, ours in columns.items() if ours != "solution"}
         if not columns:
             return
-    known = SWIFT_COLUMNS
+    known = draft.tables.columns
     if draft.method in ("dpo", "orpo", "cpo", "simpo", "reward"):
         known = known | {"response": "chosen"}
     if set(map(str, columns.values())) <= known.keys():
@@ -505,7 +476,7 @@ def _factory_source(
 ) -> tuple[Source, list[str]]:
     """Read an entry of dataset_info.json, with ``is_text`` one of documents; the source, and what taut lacks."""
     lacks = []
-    known = FACTORY_COLUMNS | ({"prompt": "text"} if is_text else {})
+    known = tables_of("llamafactory").columns | ({"prompt": "text"} if is_text else {})
     if entry.get("hf_hub_url"):
         source = hub(str(entry["hf_hub_url"])) | {"split": entry.get("split", "train")}
     elif entry.get("ms_hub_url"):
@@ -522,9 +493,7 @@ def _factory_source(
         if ours in known and known[ours] != theirs
     }
     lacks += [
-        f"column {ours} of {name}"
-        for ours in entry.get("columns") or {}
-        if ours not in FACTORY_COLUMNS
+        f"column {ours} of {name}" for ours in entry.get("columns") or {} if ours not in known
     ]
     if columns.get("conversations") == "messages":
         del columns["conversations"]
