@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from taut.errors import ConfigError
-from taut.rewards.trl_style import NOT_HERE
 from taut_tools.migrate.python_values import Argument, Object, Script, Unknown
 from taut_tools.migrate.recipe import Setting, flattened
 
@@ -29,6 +28,7 @@ class PythonRecipe:
     ) -> None:
         """Read a script. ``table`` is ``table/python.toml``. Raises ConfigError where it starts no training."""
         self.path, self.table, self.script = path, table, Script(text, path)
+        self.words: Mapping[str, list[str]] = table["words"]
         self.methods = {method.replace("_", ""): method for method in methods}
         self.settings: list[Setting] = []
         self.unread: list[str] = []
@@ -52,8 +52,8 @@ class PythonRecipe:
         for call in trainers[1:]:
             where = f"{path.name}:{call.line}"
             self.unread.append(f"{where}: {call.name}, another trainer, is not read")
-        # Changes of the model and the tokenizer.
-        changes = [call for call in calls if call.of and call.parts[1] in self.words("changes")]
+        # Changes of the model, the tokenizer and the trainer.
+        changes = [call for call in calls if call.of and call.parts[1] in self.words["changes"]]
         if changes:
             text = "; ".join(f"line {call.line}: {call.text}" for call in changes)
             self.set("script", text, changes[0].line)
@@ -64,28 +64,21 @@ class PythonRecipe:
         if name in ("Trainer", "TrainingArguments"):
             is_theirs = call.name.split(".")[0] in ("transformers", name)
             return "sft" if is_theirs and (name == "Trainer") == (ending == "Trainer") else ""
-        return (
-            self.methods.get(name.removesuffix(ending).lower(), "") if name.endswith(ending) else ""
-        )
-
-    def words(self, name: str) -> list[str]:
-        """Names in a list of ``table``."""
-        return str(self.table["words"][name]).split()
+        found = name.removesuffix(ending).lower() if name.endswith(ending) else ""
+        return self.methods.get(found, "")
 
     def placed(self, call: Object) -> dict[str, Argument]:
         """The arguments of a call by the names of options."""
         names, kind = self.table["names"], call.parts[1]
-        order = self.table["places"].get(kind, "").split()
-        places = {str(at): name for at, name in enumerate(order)}
+        places = {str(at): name for at, name in enumerate(self.table["places"].get(kind, []))}
         given = {places.get(name, name): one for name, one in call.arguments.items()}
         return {names.get(name, name): one for name, one in given.items()}
 
     def take(self, call: Object) -> None:
         """Read the arguments of a call, after what it does where they are not given."""
-        defaults = self.table["defaults"]
-        for name, value in defaults.get(
-            ".".join(call.parts), defaults.get(call.parts[1], {})
-        ).items():
+        every = self.table["defaults"]
+        defaults = every.get(".".join(call.parts), every.get(call.parts[1], {}))
+        for name, value in defaults.items():
             self.set(name, None if value == "unset" else value, call.line)
         arguments = self.placed(call).items()
         for name, one in sorted(arguments, key=lambda item: item[0] != "model_name_or_path"):
@@ -100,9 +93,9 @@ class PythonRecipe:
         """Read an argument as an option, with the reason where its value is not known."""
         value, line = one
         name = value.parts[1] if isinstance(value, Object) and not value.is_name else ""
-        if name in self.words("needless"):
+        if name in self.words["needless"]:
             return
-        if name in self.words("configurations") or (name and self.method_of(value, "Config")):
+        if name in self.words["configurations"] or (name and self.method_of(value, "Config")):
             self.take(value)
             return
         try:
@@ -120,13 +113,9 @@ class PythonRecipe:
         """Read a model: its name, or the calls that load it and give it adapters."""
         call = one.value
         owner, name = call.parts if isinstance(call, Object) else ("", "")
-        if name in self.words(
-            "same_model"
-        ):  # model.to("cuda"), prepare_model_for_kbit_training(model)
-            is_method = isinstance(call.of, Object) and not call.of.is_name
-            inner = call.of if is_method else call.arguments.get("0", one).value
-            self.read("model_name_or_path", Argument(inner, one.line))
-        elif name == "get_peft_model" or (name == "from_pretrained" and "Peft" not in owner):
+        if name in self.words["same_model"]:
+            self.read("model_name_or_path", Argument(call.of, one.line))
+        elif name in self.words["models"] and "Peft" not in owner:
             if owner in self.table["tasks"]:
                 self.set("task_type", self.table["tasks"][owner], call.line)
             self.take(call)
@@ -162,32 +151,31 @@ class PythonRecipe:
 
     def rows(self, value: Any) -> dict[str, Any]:
         """A data set: path, name, split, and test_size of one that is split. Raises Unknown."""
-        constant, given = self.script.constant, getattr(value, "arguments", {})
+        constant = self.script.constant
         if not isinstance(value, Object) or value.is_name:
             raise Unknown(f"rows of the script's own: {constant(value)!s:.60}")
+        given, name = self.placed(value), value.parts[1]
         if value.name == "[]":
             rows = self.rows(value.of)
             return rows if "test_size" in rows else rows | {"split": constant(given["0"].value)}
-        if value.parts[1] == "load_dataset":
-            rows = {name: constant(one.value) for name, one in self.placed(value).items()}
+        if name == "load_dataset":
+            rows = {key: constant(one.value) for key, one in given.items()}
             files, split = rows.get("data_files"), str(rows.get("split", "train"))
             files = files.get(split) if isinstance(files, dict) else files
-            if rows.get("path") in ("json", "csv", "parquet") and isinstance(files, str):
-                rows = {"path": files} | ({"split": split} if "[" in split else {})
-            used = {
-                name: one for name, one in rows.items() if one and name not in self.words("loading")
+            is_file = rows.get("path") in ("json", "csv", "parquet") and isinstance(files, str)
+            rows = {"path": files} if is_file and "[" not in split else rows
+            rows = {
+                key: one for key, one in rows.items() if one and key not in self.words["loading"]
             }
-            if others := used.keys() - {"path", "name", "split"}:
-                raise Unknown(f"{used.get('path')}, loaded with {min(others)}")
-            return used
+            if others := rows.keys() - {"path", "name", "split"}:
+                raise Unknown(f"{rows.get('path')}, loaded with {min(others)}")
+            return rows
         if not isinstance(value.of, Object) or value.of.is_name:
             constant(value)
-        rows, name = self.rows(value.of), value.parts[1]
-        if name == "train_test_split":
-            return rows | {
-                "test_size": constant(given["test_size"].value) if "test_size" in given else 0.25
-            }
-        if name not in self.words("same_rows"):
+        rows = self.rows(value.of)
+        if name == "train_test_split" and "train_size" not in given:
+            return rows | {"test_size": constant(given.get("test_size", Argument(0.25, 0)).value)}
+        if name not in self.words["same_rows"]:
             raise Unknown(f"{rows['path']}, of which .{name} in line {value.line} makes other rows")
         return rows
 
@@ -203,6 +191,12 @@ class PythonRecipe:
             found["reward_funcs"].append(value.name if "." in value.name else own)
             if why:
                 self.unread.append(f"{self.path.name}:{value.line}: {value.name} {why}")
+            elif value.function:
+                given = ", ".join(self.words["not_given"])
+                what = (
+                    f"{own} is loaded with its file and called as trl calls it, but without {given}"
+                )
+                self.script.assumed.append(what)
         if all(found.values()):
             raise Unknown("models and functions together")
         for key, names in found.items():
@@ -215,7 +209,7 @@ class PythonRecipe:
             return ""
         given = value.function.args
         plain = [one.arg for one in (*given.posonlyargs, *given.args)]
-        missing = {*plain[: len(plain) - len(given.defaults)]} & {*NOT_HERE}
+        missing = {*plain[: len(plain) - len(given.defaults)]} & {*self.words["not_given"]}
         if "completions" not in (*plain, *(one.arg for one in given.kwonlyargs)):
             return "has no argument completions, by which taut knows a function of TRL's form"
         if missing:

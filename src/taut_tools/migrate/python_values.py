@@ -23,7 +23,7 @@ from taut.errors import ConfigError
 from taut_tools.migrate.recipe import MAX_DIGITS
 from taut_tools.migrate.script import ARITHMETIC
 
-MAX_SIZE, MAX_SHOWN = 500_000, 60
+MAX_SIZE, MAX_SHOWN = 200_000, 60
 """Maximum entries of all values of a script, and characters of it in a message."""
 OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     **ARITHMETIC,
@@ -148,6 +148,8 @@ class Script:
                         self.assign(target, found, names)
                 case ast.AnnAssign(target=target, value=ast.expr() as value):
                     self.assign(target, self.value(value, names), names)
+                case ast.AugAssign(target=target, lineno=line):
+                    self.assign(target, Unknown(f"changed in line {line}"), names)
                 case ast.Global(names=words):
                     names.maps[-1].update(dict.fromkeys(words, Unknown("assigned in a function")))
                 case _:
@@ -188,6 +190,10 @@ class Script:
                     parts, value if is_list else [value] * len(parts), strict=True
                 ):
                     self.assign(part, item, names)
+            case ast.Attribute(attr="requires_grad"):
+                self.calls.append(
+                    Object("requires_grad", target.lineno, self.text(target), of=names)
+                )
             case ast.Attribute(value=ast.Name(id=of), attr=name) if isinstance(
                 names.get(of), Object
             ):

@@ -26,8 +26,8 @@ Coming from [TRL](#coming-from-trl), [axolotl](#coming-from-axolotl), [LLaMA-Fac
 [ms-swift](#coming-from-ms-swift): their options and what becomes of them.
 
 Both commands read recipes of TRL, open-r1, ms-swift with Megatron-SWIFT (`swift:`), OpenRLHF (`openrlhf:`),
-LLaMA-Factory (`llamafactory:`) and axolotl (`axolotl:`). Nothing is run and nothing is downloaded. The base installation is enough:
-without transformers, what only the model's tokenizer can tell is listed as not decided.
+LLaMA-Factory (`llamafactory:`) and axolotl (`axolotl:`). Nothing is run and nothing is downloaded. The base
+installation is enough: without transformers, what only the model's tokenizer can tell is listed as not decided.
 
 A recipe is a YAML or JSON file of settings, the shell script that starts the training, or for TRL the Python script
 that calls the trainer. Without a framework before the file's name, the error says which fits it best.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from taut.cli import main
 from taut.config import load
 from taut.errors import ConfigError, TautError
 from taut.methods import METHODS
+from taut_tools.migrate.dialects import _read_table
 from taut_tools.migrate.examine import RecipeReport, examine
 from taut_tools.migrate.python_values import MAX_SIZE, Script, Unknown
 from taut_tools.migrate.run_file import as_words, run_file
@@ -221,7 +224,7 @@ def test_constants(old: str, new: str, key: str, value: Any, tmp_path: Path) -> 
         ("", "len(dataset)", "computed by the script: len(dataset)"),
         ("n = 1\nif n:\n    n = 2\n", "n", "n, which is assigned under a condition in line 2"),
         ("for n in range(3):\n    pass\n", "n", "n, a variable of line 1"),
-        ("n = 1\nn += 1\n", "n", "n, a variable of line 2"),
+        ("n = 1\nn += 1\n", "n", "changed in line 2"),
         ("with open('x') as n:\n    pass\n", "n", "n, a variable of line 1"),
         ("def f(n):\n    global m\n    m = n\n", "f(1)", "computed by the script: f(1)"),
         ("t = {'a': 1}\nt['a'] = 2\n", "t['a']", "computed by the script: t['a']"),
@@ -314,12 +317,41 @@ def test_a_reward_function_is_called_as_trl_calls_it(tmp_path: Path) -> None:
     assert list(reward.judge_group(rows)) == [1.0, 0.0]
 
 
+def test_arguments_that_a_reward_does_not_get_are_those_of_taut() -> None:
+    from taut.rewards.trl_style import NOT_HERE
+
+    assert tuple(_read_table("python")["words"]["not_given"]) == NOT_HERE
+
+
+def test_reading_a_script_needs_the_base_installation_alone() -> None:
+    code = "import sys, taut_tools.migrate.import_recipe; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_models_as_rewards(tmp_path: Path) -> None:
     text = scripts.GRPO.replace("[accuracy, think_format_reward]", "'org/reward-model'")
     settings = report(tmp_path, text.replace("reward_weights=[1.0, 0.2],", "")).carried.settings
     assert settings["rewards"] == [
         {"name": "reward_model", "options": {"model": "org/reward-model"}}
     ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("load_in_4bit=True", None),
+        ("load_in_8bit=True", "int8"),
+        ("load_in_4bit=True, bnb_4bit_quant_type='nf4'", "nf4"),
+    ],
+)
+def test_a_base_in_fewer_bits(argument: str, value: str | None, tmp_path: Path) -> None:
+    """BitsAndBytesConfig is fp4 where no type is given, which taut has not."""
+    start = scripts.QLORA.index("    load_in_4bit")
+    end = scripts.QLORA.index(")\nmodel = Auto")
+    text = f"{scripts.QLORA[:start]}    {argument}\n{scripts.QLORA[end:]}"
+    carried = report(tmp_path, text).carried
+    assert carried.settings.get("quantize") == value
+    assert carried.is_exact == (value is not None)
 
 
 # what is not read
@@ -332,6 +364,9 @@ def test_models_as_rewards(tmp_path: Path) -> None:
         ("tokenizer.add_special_tokens({})", "script"),
         ("tokenizer.chat_template = open('x').read()", "chat_template"),
         ("args.max_steps = int(input())", "max_steps"),
+        ("args.max_steps += 1", "max_steps"),
+        ("for p in model.parameters():\n    p.requires_grad = False", "script"),
+        ("args.set_optimizer('adamw_torch')", "script"),
     ],
 )
 def test_what_changes_the_training_beside_its_options_is_lacking(
@@ -352,6 +387,16 @@ def test_what_changes_the_training_beside_its_options_is_lacking(
         ("train_dataset=dataset,", "train_dataset=dataset, **more,", "**"),
         ('split="train")', 'split="train", data_dir="x")', "dataset_name"),
         (
+            '"trl-lib/Capybara", split="train"',
+            '"json", data_files="a.jsonl", split="train[:9]"',
+            "dataset_name",
+        ),
+        (
+            'split="train")',
+            'split="train").train_test_split(train_size=0.5)["train"]',
+            "dataset_name",
+        ),
+        (
             'load_dataset("trl-lib/Capybara", split="train")',
             "Dataset.from_list([])",
             "dataset_name",
@@ -363,17 +408,9 @@ def test_arguments_that_taut_has_not(old: str, new: str, key: str, tmp_path: Pat
     assert [one.key for one in carried.having("lacking") if one.changes] == [key]
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("AutoModelForSequenceClassification", "sft"),
-        ("AutoModelForMaskedLM", "sft"),
-        ("AutoModelForSeq2SeqLM", "sft"),
-    ],
-)
-def test_models_that_are_no_language_models_are_refused(
-    name: str, line: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["SequenceClassification", "MaskedLM", "Seq2SeqLM"])
+def test_models_that_are_no_language_models_are_refused(kind: str, tmp_path: Path) -> None:
+    name = f"AutoModelFor{kind}"
     carried = report(tmp_path, scripts.TRAINER.replace("AutoModelForCausalLM", name)).carried
     assert [one.key for one in carried.refusals] == ["task_type"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from taut.rewards.trl_style import NOT_HERE
 from taut_tools.migrate.dialects import find_near
 from taut_tools.migrate.draft import Draft, is_number, is_off, words_of
 from taut_tools.migrate.recipe import read_text
@@ -60,10 +59,6 @@ def carry_rewards(draft: Draft) -> None:
         spec = _named(draft, name.rpartition(".")[2] if name.startswith("trl.") else name)
         if ".py:" in name:
             spec = {"name": name}
-            draft.assumed.append(
-                f"{name} is called as trl calls it, without {', '.join(NOT_HERE)}; its file is loaded, which runs its "
-                "imports and what is at its top"
-            )
         if spec is None and name in plugins:
             spec = {"name": plugins[name], "label": name}
             draft.carried(["external_plugins"], ["rewards"], "rewards: FILE.py:CLASS")
