@@ -309,7 +309,7 @@ NUMBERS = frozenset(
         "steps_per_generation generation_batch_size simpo_gamma cpo_alpha rpo_alpha lmbda seed "
         "weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm rollout_batch_size "
         "num_mini_batches num_ppo_epochs kl_coef critic_learning_rate split_dataset_ratio "
-        "f_alpha_divergence_coef rollout_batch_size total_episodes"
+        "f_alpha_divergence_coef rollout_batch_size total_episodes test_split_size"
     )
 )
 """Options that enter arithmetic. A value that is not a number counts as unknown."""

@@ -71,8 +71,8 @@ def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
     """
     match = SPEC.fullmatch(spec) or SPEC.fullmatch(f"trl:{spec}" if spec.endswith(".py") else "")
     if match is None:
-        kinds = kinds_of(home_path(spec)) or ["FRAMEWORK"]
-        meant = " or ".join(f"{kind}:{spec}" for kind in kinds)
+        kinds = kinds_of(home_path(spec)) if home_path(spec).is_file() else []
+        meant = " or ".join(f"{kind}:{spec}" for kind in kinds or ["FRAMEWORK"])
         raise ConfigError(
             f"recipe={spec}: the framework is not named; expected FRAMEWORK:FILE, e.g. trl:recipe.yaml; write {meant}"
         )

@@ -460,8 +460,10 @@ def test_a_file_that_fits_no_framework_is_told_the_form(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("nothing: 1\n")
     with pytest.raises(ConfigError, match=r"expected FRAMEWORK:FILE.*write FRAMEWORK:"):
         examine(str(tmp_path / "run.yaml"))
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match=r"expected FRAMEWORK:FILE.*write FRAMEWORK:"):
         examine(str(tmp_path / "other.yaml"))
+    with pytest.raises(ConfigError, match="No such file"):
+        examine(str(tmp_path / "other.py"))
 
 
 def test_python_is_of_trl(tmp_path: Path) -> None:
