@@ -44,6 +44,8 @@ class PythonRecipe:
             )
         self.call = (trainers or configs)[0]
         self.method = self.method_of(self.call, "Trainer") or self.method_of(self.call, "Config")
+        why_trl = f"it is a script of TRL, by its call of {self.call.name} in line {self.call.line}"
+        self.script.assumed.insert(0, why_trl)
         self.take(self.call)
         if not trainers:
             why = Unknown("not said: the script calls no trainer that is known")

@@ -83,7 +83,9 @@ def run_file(recipe: Recipe, carried: Carried, notes: Iterable[str] = ()) -> str
 
 def option_line(option: Option) -> str:
     """A line for an option that taut lacks, with its value and the reason."""
-    value = "" if not option.place else f" = {one_line(printable(option))[:60]}"
+    value = (
+        "" if not option.place or option.value is None else f" = {one_line(printable(option))[:60]}"
+    )
     return f"{option.place}{': ' if option.place else ''}{option.key}{value}: {option.why}"
 
 

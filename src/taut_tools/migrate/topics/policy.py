@@ -215,7 +215,7 @@ def _carry_correction(draft: Draft) -> None:
         draft.lacking(names[-1], f"expected one of {', '.join(CORRECTIONS)}")
         return
     kind, level = CORRECTIONS[str(mode)]
-    if draft.settings["rollout.engine"] == "local":
+    if draft.settings.get("rollout.engine", "local") == "local":
         draft.set("grpo.rollout_correction", "none", *names)
         draft.needless("the engine is the model that trains, and needs no weights", *names, *caps)
         return
