@@ -8,12 +8,13 @@ torch and transformers.
 from taut.commands.registry import LOOK, Command
 
 IMPORT = Command(
-    "KIND:FILE [--processes N] [--force] > RUN.toml",
+    "[KIND:]FILE [--processes N] [--force] > RUN.toml",
     "write another framework's recipe as the file of a run",
-    "taut_tools.migrate.import_recipe:run",
+    "taut_tools.migrate.import_recipe:main",
     "taut_tools.migrate.import_recipe:ImportRecipe",
     group=LOOK,
     alone=("recipe",),
+    is_raw=True,
     extras=(),
 )
 CHECK = Command(

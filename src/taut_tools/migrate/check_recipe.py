@@ -20,7 +20,8 @@ class RecipeConfig:
 
     recipe: str
     """KIND:FILE, with the kind one of trl, open-r1, swift, openrlhf, llamafactory, axolotl; KIND==VERSION:FILE for a
-    release that is not the newest known; KIND.METHOD:FILE for a file that does not name its method."""
+    release that is not the newest known; KIND.METHOD:FILE for a file that does not name its method. A Python script
+    with a trainer of trl or transformers needs no kind."""
     processes: Annotated[int, Field(ge=1)] | None = None
     """Number of training processes, for a recipe that does not state it."""
 

@@ -262,7 +262,7 @@ def carry_model(draft: Draft) -> None:
     is_swift = draft.framework in ("swift", "megatron")
     if is_swift and draft.facts.model is None and not draft.value("use_hf"):
         draft.assumed.append(f"{value} is the same on the Hugging Face hub as on ModelScope")
-    if draft.framework in ("swift", "megatron", "openrlhf"):
+    if draft.framework in ("swift", "megatron", "openrlhf") or "ref_model" in draft.given:
         reference = draft.value("ref_model")
         if (
             not is_off(reference)

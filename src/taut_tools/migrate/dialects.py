@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from taut.errors import ConfigError
+from taut_tools.migrate.python_script import PythonRecipe
 from taut_tools.migrate.recipe import (
     SUFFIXES,
     Framework,
@@ -131,6 +132,17 @@ def read_recipe(
         settings, unread = read_settings(path)
         keys_in_file = {setting.key for setting in settings}
         launch = {"place": path.name}
+    elif path.suffix == ".py":
+        if dialect.name != "trl":
+            raise ConfigError(
+                f"{path} is Python, which is read of trl and transformers alone; write trl:{path}"
+            )
+        methods = (*dialect.methods, *dialect.more_methods)
+        trains = PythonRecipe(read_text(path), path, _read_table("python"), methods)
+        settings, unread, keys_in_file = trains.settings, trains.unread, set()
+        method = method or trains.method
+        place = f"{path.name}:{trains.call.line}"
+        launch = {"place": place, "assumed": tuple(trains.script.assumed)}
     else:
         own_commands = [
             (words, exported, start)
@@ -208,7 +220,7 @@ def read_recipe(
     else:
         release = dialect.release_of(by_key | by_given_key) or dialect.newest
     chosen, reason = _choose_method(dialect, method, by_key, by_given_key, path)
-    known = options(dialect.name, chosen)
+    known = options(dialect.name, chosen, is_python=path.suffix == ".py")
     counted = [key for key in by_given_key if "." not in key or dialect.name == "openrlhf"]
     unknown = [
         Unknown(
@@ -335,6 +347,18 @@ def _choose_method(
     )
 
 
+def kinds_of(path: Path) -> list[str]:
+    """The frameworks that have most of a file's keys, or one of its commands. Raises ConfigError without a file."""
+    if path.suffix in SUFFIXES:
+        keys = {setting.key for setting in read_settings(path)[0]}
+        counts = {name: sum(is_option(name, key) for key in keys) for name in DIALECTS}
+    else:
+        words = [[word.text for word in one.words] for one in commands(read_text(path), path.name)]
+        counts = {name: any(map(one.find_start, words)) for name, one in DIALECTS.items()}
+    best = [name for name, count in counts.items() if count and count == max(counts.values())]
+    return list(dict.fromkeys("swift" if name == "megatron" else name for name in best))
+
+
 @cache
 def is_option(dialect_name: str, key: str) -> bool:
     """Whether a framework has an option of that name for any method."""
@@ -343,11 +367,12 @@ def is_option(dialect_name: str, key: str) -> bool:
 
 
 @cache
-def options(framework: str, method: str) -> frozenset[str]:
-    """All known options of a framework for a method."""
+def options(framework: str, method: str, *, is_python: bool = False) -> frozenset[str]:
+    """All known options of a framework for a method, ``is_python``: with what only a script's calls say."""
     text = files("taut_tools.migrate").joinpath("table/options.json").read_text(encoding="utf-8")
     table: dict[str, list[str]] = json.loads(text)[framework]
-    names = [name for part in ("*", method, "flat") for name in table.get(part, [])]
+    parts = ("*", method, "flat", "python" if is_python else "")
+    names = [name for part in parts for name in table.get(part, [])]
     return frozenset(" ".join(names).split())
 
 

@@ -102,7 +102,7 @@ class Draft:
         self.settings: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
         self.unfilled: dict[str, str] = {}
-        self.assumed: list[str] = []
+        self.assumed = list(recipe.assumed)
         self.outcomes: dict[str, Option] = {}
         # Collect the options that are set, under one name for all frameworks.
         self.given: dict[str, Setting] = {}
@@ -256,7 +256,8 @@ class Draft:
         refused = next((tables.lacking[stem] for stem in stems if stem in tables.lacking), None)
         if refused is not None and refused.refuses and not is_off(option.value, refused.off):
             return judged("lacking", refused.why, refuses=True)
-        known = options_of(self.framework, self.recipe.method)
+        is_python = ".py:" in self.recipe.place
+        known = options_of(self.framework, self.recipe.method, is_python=is_python)
         is_option = not known or any(
             stem in known or stem.removeprefix("no_") in known for stem in stems
         )
@@ -308,7 +309,7 @@ NUMBERS = frozenset(
         "steps_per_generation generation_batch_size simpo_gamma cpo_alpha rpo_alpha lmbda seed "
         "weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm rollout_batch_size "
         "num_mini_batches num_ppo_epochs kl_coef critic_learning_rate split_dataset_ratio "
-        "f_alpha_divergence_coef rollout_batch_size total_episodes"
+        "f_alpha_divergence_coef rollout_batch_size total_episodes test_split_size"
     )
 )
 """Options that enter arithmetic. A value that is not a number counts as unknown."""

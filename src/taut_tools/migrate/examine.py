@@ -1,8 +1,8 @@
 """``examine("trl:recipe.yaml")``: find the traps in a recipe of another framework, and convert it to a run of taut.
 
 A recipe is given as FRAMEWORK:FILE; as FRAMEWORK==VERSION:FILE for a release that is not the newest known; as
-FRAMEWORK.METHOD:FILE for a settings file that fits several methods. The report is text in 100 columns, or JSON with a
-named schema (docs/recipes.md).
+FRAMEWORK.METHOD:FILE for a settings file that fits several methods; as FILE.py for a Python script of trl. The report
+is text in 100 columns, or JSON with a named schema (docs/recipes.md).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from taut.errors import ConfigError
 from taut.io.terminal import Terminal
 from taut.methods import command_of
 from taut_tools.migrate.convert import convert
-from taut_tools.migrate.dialects import DIALECTS, dialect_of, read_recipe
+from taut_tools.migrate.dialects import DIALECTS, dialect_of, kinds_of, read_recipe
 from taut_tools.migrate.draft import Carried
 from taut_tools.migrate.facts import Facts
+from taut_tools.migrate.frameworks import words
 from taut_tools.migrate.recipe import Recipe
 from taut_tools.migrate.run_file import as_words, by_reason, option_line, printable
 from taut_tools.migrate.traps import Judged, State, judge
@@ -38,6 +39,11 @@ SPEC = re.compile(
 )
 SCHEMA = "taut.recipe/3"
 """Schema of the report. Its number rises when a field changes its meaning or is removed; see docs/recipes.md."""
+RECIPE_FIELDS = words("framework library version version_reason method method_reason model data")
+TRAP_FIELDS = words(
+    "id severity what why fix taut versions versions_note classes threads seen source"
+)
+"""Fields of a recipe and of a trap that the JSON report has."""
 STYLES = {"wrong": "bold red", "late": "yellow", "slow": "cyan"}
 WIDTH = 100
 """Columns of a report that does not go to a terminal."""
@@ -63,9 +69,13 @@ def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
     """Read a recipe and judge it; ``num_processes`` is for a recipe that does not state its number of processes.
     Raises ConfigError where there is no recipe.
     """
-    match = SPEC.fullmatch(spec)
+    match = SPEC.fullmatch(spec) or SPEC.fullmatch(f"trl:{spec}" if spec.endswith(".py") else "")
     if match is None:
-        raise ConfigError(f"recipe={spec}: expected FRAMEWORK:FILE, e.g. trl:recipe.yaml")
+        kinds = kinds_of(home_path(spec)) if home_path(spec).is_file() else []
+        meant = " or ".join(f"{kind}:{spec}" for kind in kinds or ["FRAMEWORK"])
+        raise ConfigError(
+            f"recipe={spec}: the framework is not named; expected FRAMEWORK:FILE, e.g. trl:recipe.yaml; write {meant}"
+        )
     if match["framework"] not in DIALECTS:
         near = difflib.get_close_matches(match["framework"], DIALECTS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}" if near else f"expected one of {', '.join(DIALECTS)}"
@@ -177,36 +187,15 @@ class RecipeReport:
             "schema": SCHEMA,
             "taut": version("taut"),
             "file": self.path,
-            "framework": recipe.framework,
-            "library": recipe.library,
-            "version": recipe.version,
-            "version_reason": recipe.version_reason,
-            "method": recipe.method,
-            "method_reason": recipe.method_reason,
-            "model": recipe.model,
-            "data": recipe.data,
+            **{name: getattr(recipe, name) for name in RECIPE_FIELDS},
             "outcome": "failed" if self.exit_code else "passed",
             "traps": [
-                {
-                    "id": trap.id,
-                    "state": state,
-                    "severity": trap.severity,
-                    "because": list(because),
-                    "what": trap.what,
-                    "why": trap.why,
-                    "fix": trap.fix,
-                    "taut": trap.taut,
-                    "versions": trap.versions,
-                    "versions_note": trap.versions_note,
-                    "classes": list(trap.classes),
-                    "threads": list(trap.threads),
-                    "seen": list(trap.seen),
-                    "source": trap.source,
-                }
+                {name: getattr(trap, name) for name in TRAP_FIELDS}
+                | {"state": state, "because": list(because)}
                 for trap, state, because in self.judged
             ],
             "unknown_keys": [
-                {"key": unknown.key, "place": unknown.place, "nearest": unknown.nearest}
+                {name: getattr(unknown, name) for name in ("key", "place", "nearest")}
                 for unknown in recipe.unknown
             ],
             "unread": list(recipe.unread),
@@ -218,11 +207,9 @@ class RecipeReport:
                 "assumed": list(carried.assumed),
                 "options": [
                     {
-                        "key": option.key,
+                        **{name: getattr(option, name) for name in ("key", "outcome", "why")},
                         "place": option.place or None,
                         "value": printable(option),
-                        "outcome": option.outcome,
-                        "why": option.why,
                         "keys": list(option.keys),
                         "changes_result": option.changes or option.refuses,
                     }

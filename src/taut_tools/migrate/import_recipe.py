@@ -9,9 +9,11 @@ check the file, and the file says whether they did.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
-from taut.config import configclass, from_mapping
+from taut.config import configclass, from_mapping, load
 from taut.errors import ConfigError
 from taut.io.console import print_line
 from taut.methods import METHODS
@@ -48,6 +50,13 @@ def problem_of(carried: Carried) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def main(path: Path | None, overrides: Sequence[str]) -> int:
+    """``taut import``, where a YAML file is the recipe, and not a file of settings."""
+    if path is not None and path.suffix != ".toml":
+        path, overrides = None, [f"recipe={path}", *overrides]
+    return run(load(ImportRecipe, path, overrides))
 
 
 def run(config: ImportRecipe) -> int:

@@ -86,6 +86,8 @@ class Recipe:
     """Variables that the script itself uses."""
     unread: tuple[str, ...] = ()
     """A line for each part that could not be read."""
+    assumed: tuple[str, ...] = ()
+    """Assumptions under which it was read."""
     unknown: tuple[Unknown, ...] = ()
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -134,7 +136,7 @@ def read_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(
-            f"{path} cannot be read ({why}); expected a recipe: YAML, JSON or a shell script"
+            f"{path} cannot be read ({why}); expected a recipe: YAML, JSON, a shell script or Python"
         ) from error
 
 

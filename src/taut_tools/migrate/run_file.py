@@ -52,6 +52,7 @@ def run_file(recipe: Recipe, carried: Carried, notes: Iterable[str] = ()) -> str
         *(f"# {one_line(note)}" for note in notes),
     ]
     lines += _comments("assumed", carried.assumed)
+    lines += _comments("not read", recipe.unread)
     lacking = carried.having("lacking")
     lines += _comments("lacks", (option_line(one) for one in lacking if one.changes or one.refuses))
     quiet = (option_line(one) for one in lacking if not one.changes and not one.refuses)
@@ -82,7 +83,9 @@ def run_file(recipe: Recipe, carried: Carried, notes: Iterable[str] = ()) -> str
 
 def option_line(option: Option) -> str:
     """A line for an option that taut lacks, with its value and the reason."""
-    value = "" if not option.place else f" = {one_line(printable(option))[:60]}"
+    value = (
+        "" if not option.place or option.value is None else f" = {one_line(printable(option))[:60]}"
+    )
     return f"{option.place}{': ' if option.place else ''}{option.key}{value}: {option.why}"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.tools.migrate import coming
+
 from taut.methods import METHODS
 from taut_tools.migrate.dialects import DIALECTS
 from taut_tools.migrate.frameworks import tables_of
@@ -17,17 +19,23 @@ INTRODUCTION = """\
 # Recipes of other frameworks
 
     taut import trl:run.sh > run.toml       the run of a recipe of TRL, as a file
+    taut import train.py > run.toml         the same of a Python script of TRL or transformers
     taut check --recipe trl:run.sh          which known traps it walks into, and the same run as a command
 
-Both read recipes of TRL, open-r1, ms-swift with Megatron-SWIFT (`swift:`), OpenRLHF (`openrlhf:`), LLaMA-Factory
-(`llamafactory:`) and axolotl (`axolotl:`). Nothing is run and nothing is downloaded. The base installation is enough:
-without transformers, what only the model's tokenizer can tell is listed as not decided.
+Coming from [TRL](#coming-from-trl), [axolotl](#coming-from-axolotl), [LLaMA-Factory](#coming-from-llama-factory),
+[ms-swift](#coming-from-ms-swift): their options and what becomes of them.
 
-A recipe is a YAML or JSON file of settings, or the shell script that starts the training:
+Both commands read recipes of TRL, open-r1, ms-swift with Megatron-SWIFT (`swift:`), OpenRLHF (`openrlhf:`),
+LLaMA-Factory (`llamafactory:`) and axolotl (`axolotl:`). Nothing is run and nothing is downloaded. The base
+installation is enough: without transformers, what only the model's tokenizer can tell is listed as not decided.
+
+A recipe is a YAML or JSON file of settings, the shell script that starts the training, or for TRL the Python script
+that calls the trainer. Without a framework before the file's name, the error says which fits it best.
 
 | framework | what is read |
 |---|---|
 | `trl` | the file of `trl METHOD --config FILE`; scripts with `trl METHOD`, METHOD.py, or a script of its examples |
+| `trl` or nothing | [Python scripts](#python-scripts) that call its trainers, or transformers' |
 | `open-r1` | recipes/MODEL/METHOD/config.yaml; scripts that start src/open_r1/METHOD.py |
 | `swift` | the file of `swift sft FILE`; scripts with `swift` or `megatron`, then `sft`, `rlhf` or `pt` |
 | `openrlhf` | scripts with openrlhf.cli.train_METHOD, in its dotted names of 0.11 and the flat ones before |
@@ -53,6 +61,24 @@ decided" otherwise. The same holds of the data's first row.
 | wrong | the training silently differs from the recipe; exit code 1 |
 | late | it shows only later: refused or broken under way, at evaluation or when served |
 | slow | right, but it costs time, memory or learning |
+
+## Python scripts
+
+A script is read by its calls, and nothing of it is run: SFTTrainer, DPOTrainer, GRPOTrainer and the others of TRL, or
+transformers' Trainer; their configurations, `LoraConfig`, `BitsAndBytesConfig`, `from_pretrained`, `get_peft_model`
+(of Unsloth's FastLanguageModel too), `load_dataset` and `train_test_split`. Options have the line of their argument.
+
+- **What is known**: literals, names, arithmetic, f-strings, `os.path.join`, `torch.bfloat16`, `**table`, attributes of
+  the script's own classes, and the defaults of argparse and HfArgumentParser, which are listed as assumed.
+- **What is not**: what other functions return, arguments of functions, variables of loops, names that are assigned
+  under a condition. Each is named with its line and left to you: `# learning_rate = ?  # train.py:17: ...`.
+- **Data** that `map` or `filter` changes are other rows than those of the hub: save them, and name the file.
+- **Several trainers**: the first is read, the others are listed.
+- **A reward function** of the script is `train.py:NAME`, called as TRL calls it, with two differences: it gets no
+  `completion_ids`, `trainer_state`, `environments`, `log_extra` and `log_metric`, and its file is loaded in the
+  processes that judge. So it has to have an argument `completions`, and the script must train under
+  `if __name__ == "__main__"`. Another function is `own.py:NAME`: lacking, until you move it there.
+- Callbacks, collators that choose targets, and other code of the script are lacking, by their names.
 
 ## The same run in taut
 
@@ -172,7 +198,9 @@ def page() -> str:
     """The whole page."""
     sections = "".join(_section(name) for name in ("trl", "open-r1", "swift", "openrlhf"))
     introduction = INTRODUCTION.replace("{METHODS}", _methods())
-    return f"{introduction}{_options()}\n## The traps\n{sections}"
+    return (
+        f"{introduction}## Coming from\n{coming.tables()}\n{_options()}\n## The traps\n{sections}"
+    )
 
 
 def _methods() -> str:

@@ -5,6 +5,7 @@ outcomes replace entries under ``lacking``.
 ``names``      the framework's name of an option -> the name that ``convert.py`` reads
 ``defaults``   by method (``*`` for all): the framework's value of an option that the recipe does not set, by the name
                that is read; ``like`` names tables of ``groups`` to begin with, ``unset`` options without a value
+``columns``    the framework's name of a column of the data -> taut's
 ``needless``, ``machine``, ``lacking``   reasons -> options (see draft.py). An option that is not listed here and that
                convert.py does not read is lacking. ``off`` lists values that switch an option off.
 """
@@ -46,6 +47,8 @@ class Tables:
     """Reason by option, as in the next three tables."""
     machine: dict[str, str] = field(default_factory=dict)
     lacking: dict[str, Lacking] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)
+    """taut's name of a column, by the framework's."""
     variables_elsewhere: dict[str, str] = field(default_factory=dict)
     """Environment variables that are settings for which taut has nothing."""
     none_is_unset: bool = False
@@ -66,6 +69,7 @@ class Tables:
         self.title = said.get("title", self.title)
         self.none_is_unset |= said.get("none_is_unset", False)
         self.methods |= said.get("methods", {})
+        self.columns |= said.get("columns", {})
         for method, names in said.get("names", {}).items():
             self.names.setdefault(method, {}).update(names)
         for group, values in said.get("groups", {}).items():

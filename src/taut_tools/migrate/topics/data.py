@@ -10,7 +10,7 @@ from typing import Any
 from taut.io import files
 from taut_tools.migrate.dialects import find_near
 from taut_tools.migrate.draft import POLICY_METHODS, Draft, is_count, is_off, words_of
-from taut_tools.migrate.frameworks import words
+from taut_tools.migrate.frameworks import tables_of, words
 from taut_tools.migrate.topics.evaluation import OFFLINE_EVAL
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -20,33 +20,6 @@ EMPTY_THINK = "<think>\n\n</think>\n\n"
 """Text before each answer in the subsets qwen3 and empty_think of self-cognition; qwen3 also asks for it."""
 SELF_COGNITION_ROWS = 108
 TAKEN = "has as many rows as are named, or more: the first are taken, where ms-swift draws them"
-SWIFT_COLUMNS = {
-    "messages": "messages",
-    "conversations": "conversations",
-    "query": "instruction",
-    "response": "output",
-    "system": "system",
-    "images": "images",
-    "videos": "videos",
-    "tools": "tools",
-    "label": "label",
-    "rejected_response": "rejected",
-}
-"""taut's name of a column, by ms-swift's."""
-FACTORY_COLUMNS = {
-    "prompt": "instruction",
-    "query": "input",
-    "response": "output",
-    "history": "history",
-    "messages": "conversations",
-    "system": "system",
-    "tools": "tools",
-    "images": "images",
-    "videos": "videos",
-    "chosen": "chosen",
-    "rejected": "rejected",
-    "kto_tag": "label",
-}
 ALL_ROWS = 10**6
 """OpenRLHF's default of data.max_samples for sft, dpo and rm."""
 
@@ -145,25 +118,28 @@ def _carry_trl_name(draft: Draft) -> None:
         _set_sources(draft, "dataset_name", "data.train", [])
         draft.needless("part of dataset_name, which is not known", *parts, "dataset_test_split")
         return
-    if Path(path).suffix in SUFFIXES:
-        _set_sources(draft, "dataset_name", "data.train", [{"path": path}])
+    sources = [{"path": path}]
+    if is_hub := Path(path).suffix not in SUFFIXES:
+        split = {"split": draft.value("dataset_train_split", "train")}
+        sources = [hub(path) | present("name", draft.value("dataset_config")) | split]
+    else:
         draft.needless("a file has no splits", *parts, "dataset_test_split")
-        return
-    source = hub(path) | present("name", draft.value("dataset_config"))
-    _set_sources(
-        draft,
-        "dataset_name",
-        "data.train",
-        [source | {"split": draft.value("dataset_train_split", "train")}],
-    )
+    _set_sources(draft, "dataset_name", "data.train", sources)
     draft.carried(parts, ["data.train"])
-    # Evaluation rows are another split of the same data set.
-    names = ("eval_strategy", "dataset_test_split")
+    _hold_out(draft, "test_split_size", [dict(source) for source in sources])
+    # Evaluation rows are another split of the same data set; in Python also those of another one.
+    names = ("eval_strategy", "dataset_test_split", "eval_dataset")
+    given = draft.value("eval_dataset")
     if draft.value("eval_strategy", "no") in ("no", False) or draft.method not in OFFLINE_EVAL:
         draft.needless("nothing is evaluated", *names, "eval_steps")
         return
-    held_out = source | {"split": draft.value("dataset_test_split", "test")}
-    draft.set("data.eval", [held_out], *names)
+    if given:
+        held_out = [source | hub(source["path"]) for source in given]
+    else:
+        held_out = [sources[0] | {"split": draft.value("dataset_test_split", "test")}]
+    if (given or is_hub) and "test_split_size" not in draft.given:
+        draft.set("data.eval", held_out, *names)
+    draft.carried(names, ["data.eval"] if "data.eval" in draft.settings else [])
 
 
 def _carry_mixture(draft: Draft, name: str) -> None:
@@ -313,7 +289,7 @@ def _carry_swift_columns(draft: Draft) -> None:
         columns = {theirs: ours for theirs, ours in columns.items() if ours != "solution"}
         if not columns:
             return
-    known = SWIFT_COLUMNS
+    known = draft.tables.columns
     if draft.method in ("dpo", "orpo", "cpo", "simpo", "reward"):
         known = known | {"response": "chosen"}
     if set(map(str, columns.values())) <= known.keys():
@@ -486,7 +462,7 @@ def _factory_source(
 ) -> tuple[Source, list[str]]:
     """Read an entry of dataset_info.json, with ``is_text`` one of documents; the source, and what taut lacks."""
     lacks = []
-    known = FACTORY_COLUMNS | ({"prompt": "text"} if is_text else {})
+    known = tables_of("llamafactory").columns | ({"prompt": "text"} if is_text else {})
     if entry.get("hf_hub_url"):
         source = hub(str(entry["hf_hub_url"])) | {"split": entry.get("split", "train")}
     elif entry.get("ms_hub_url"):
@@ -503,9 +479,7 @@ def _factory_source(
         if ours in known and known[ours] != theirs
     }
     lacks += [
-        f"column {ours} of {name}"
-        for ours in entry.get("columns") or {}
-        if ours not in FACTORY_COLUMNS
+        f"column {ours} of {name}" for ours in entry.get("columns") or {} if ours not in known
     ]
     if columns.get("conversations") == "messages":
         del columns["conversations"]

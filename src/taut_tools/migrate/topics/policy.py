@@ -195,33 +195,15 @@ def _carry_correction(draft: Draft) -> None:
     """Carry weights for the difference between engine and trainer, which is none if the engine is the trainer."""
     # Read the mode and the cap under the framework's names.
     is_trl = draft.framework in ("trl", "open-r1", "axolotl")
+    names: tuple[str, ...] = ("rollout_importance_sampling_mode",)
+    caps: tuple[str, ...] = ("rollout_importance_sampling_threshold",)
+    mode, cap = draft.value(names[0]), draft.value(caps[0])
     if is_trl:
-        mode = (
-            draft.value("vllm_importance_sampling_mode")
-            if draft.value("vllm_importance_sampling_correction")
-            else None
-        )
-        cap = draft.value("vllm_importance_sampling_cap") or draft.value(
-            "vllm_importance_sampling_clip_max"
-        )
-        names: tuple[str, ...] = (
-            "vllm_importance_sampling_correction",
-            "vllm_importance_sampling_mode",
-        )
-        caps: tuple[str, ...] = (
-            "vllm_importance_sampling_cap",
-            "vllm_importance_sampling_clip_max",
-            "vllm_importance_sampling_clip_min",
-        )
-    else:
-        mode, cap = (
-            draft.value("rollout_importance_sampling_mode"),
-            draft.value("rollout_importance_sampling_threshold"),
-        )
-        names, caps = (
-            ("rollout_importance_sampling_mode",),
-            ("rollout_importance_sampling_threshold",),
-        )
+        prefix = "vllm_importance_sampling"
+        names = (f"{prefix}_correction", f"{prefix}_mode")
+        caps = (f"{prefix}_cap", f"{prefix}_clip_max", f"{prefix}_clip_min")
+        mode = draft.value(names[1]) if draft.value(names[0]) else None
+        cap = draft.value(caps[0]) or draft.value(caps[1])
     # Carry them if there is an engine.
     if not draft.value("use_vllm") or is_off(mode):
         if _is_weighted_by_lag(draft, names[-1]):
@@ -233,7 +215,7 @@ def _carry_correction(draft: Draft) -> None:
         draft.lacking(names[-1], f"expected one of {', '.join(CORRECTIONS)}")
         return
     kind, level = CORRECTIONS[str(mode)]
-    if draft.settings["rollout.engine"] == "local":
+    if draft.settings.get("rollout.engine", "local") == "local":
         draft.set("grpo.rollout_correction", "none", *names)
         draft.needless("the engine is the model that trains, and needs no weights", *names, *caps)
         return

@@ -34,6 +34,13 @@ NAMED: dict[str, Spec] = {
     },
 }
 """Rewards of taut, by their names in TRL, open-r1 and ms-swift."""
+COSINE = {
+    "cosine_min_len_value_wrong": -0.5,
+    "cosine_max_len_value_wrong": 0.0,
+    "cosine_min_len_value_correct": 1.0,
+    "cosine_max_len_value_correct": 0.5,
+}
+"""Options of ms-swift's cosine reward with their defaults."""
 NEAR = {
     "tag_count": "the form with partial scores is counted by tags, not by lines",
     "accuracy": "answers are read by taut's math, which takes more notations than the framework's",
@@ -50,6 +57,8 @@ def carry_rewards(draft: Draft) -> None:
     plugins = _plugins(draft)
     for name in map(str, names):
         spec = _named(draft, name.rpartition(".")[2] if name.startswith("trl.") else name)
+        if ".py:" in name:
+            spec = {"name": name}
         if spec is None and name in plugins:
             spec = {"name": plugins[name], "label": name}
             draft.carried(["external_plugins"], ["rewards"], "rewards: FILE.py:CLASS")
@@ -175,25 +184,9 @@ def _named(draft: Draft, name: str) -> Spec | None:
         draft.assumed.append(f"reward {name}: {NEAR[name]}")
     if draft.framework in ("swift", "megatron"):
         if name == "cosine":
-            draft.carried(
-                (
-                    "cosine_min_len_value_wrong",
-                    "cosine_max_len_value_wrong",
-                    "cosine_min_len_value_correct",
-                    "cosine_max_len_value_correct",
-                    "cosine_max_len",
-                ),
-                ["rewards"],
-            )
-            wrong = [
-                value("cosine_min_len_value_wrong", -0.5),
-                value("cosine_max_len_value_wrong", 0.0),
-            ]
-            right = [
-                value("cosine_min_len_value_correct", 1.0),
-                value("cosine_max_len_value_correct", 0.5),
-            ]
-            most = value("cosine_max_len") or length
+            draft.carried((*COSINE, "cosine_max_len"), ["rewards"])
+            *wrong, shortest, longest = (value(key, default) for key, default in COSINE.items())
+            right, most = [shortest, longest], value("cosine_max_len") or length
             options = {
                 "max_tokens": most,
                 "judge": "math",

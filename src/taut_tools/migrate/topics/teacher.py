@@ -101,16 +101,10 @@ def carry_teacher(draft: Draft) -> None:
     if draft.is_on("gkd_logits_topk"):
         draft.lacking("gkd_logits_topk", "a teacher in this process gives its whole distribution")
     if draft.method == "distill":
-        names = (
-            "max_completion_length",
-            "temperature",
-            "use_vllm",
-            "vllm_mode",
-            "num_generations",
-            "top_p",
-            "top_k",
+        sampling = (
+            "max_completion_length temperature use_vllm vllm_mode num_generations top_p top_k"
         )
-        draft.needless("nothing is generated: lmbda is 0", *names)
+        draft.needless("nothing is generated: lmbda is 0", *sampling.split())
 
 
 def _carry_privileged(draft: Draft, is_fixed: bool) -> None:

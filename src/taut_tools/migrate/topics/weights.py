@@ -183,15 +183,15 @@ MEGATRON_MODULES = {
 }
 
 
+def _names(draft: Draft, option: str) -> list[str]:
+    """The modules in an option; Megatron has its own names for those of several modules."""
+    table = MEGATRON_MODULES if draft.framework == "megatron" else {}
+    return [name for word in words_of(draft.value(option)) for name in table.get(word, [word])]
+
+
 def _carry_modules(draft: Draft) -> None:
     """Carry the modules that are adapted, and the modules that are trained whole next to them."""
-    modules = [
-        module
-        for word in words_of(draft.value("target_modules"))
-        for module in (
-            MEGATRON_MODULES.get(word, [word]) if draft.framework == "megatron" else [word]
-        )
-    ]
+    modules = _names(draft, "target_modules")
     expression, is_trl = draft.value("target_regex"), draft.framework in ("trl", "open-r1")
     value = draft.value("target_modules")
     every = {"all-linear", "all"} & set(modules) or draft.value("lora_target_linear")
@@ -219,13 +219,7 @@ def _carry_modules(draft: Draft) -> None:
         draft.lacking("target_modules", "no modules are named")
         draft.leave_open("lora.targets", "the names of linear modules")
     draft.needless("target_modules holds", "target_modules", "target_regex", "lora_target_linear")
-    whole = [
-        module
-        for word in words_of(draft.value("modules_to_save"))
-        for module in (
-            MEGATRON_MODULES.get(word, [word]) if draft.framework == "megatron" else [word]
-        )
-    ]
+    whole = _names(draft, "modules_to_save")
     if any(name.startswith("all-") for name in whole):
         draft.lacking("modules_to_save", "lora.modules_to_save takes names of modules")
     elif whole:
@@ -311,7 +305,7 @@ def carry_routers(draft: Draft) -> None:
     config = draft.facts.file("config.json")
     text = None if config is None else {**config, **(config.get("text_config") or {})}
     has_experts = None if text is None else not EXPERTS.isdisjoint(text)
-    model, is_trl = draft.value("model"), draft.framework in ("trl", "open-r1")
+    model, is_trl = draft.value("model") or "the model", draft.framework in ("trl", "open-r1")
     why = "over the whole step, where others take each micro-batch by itself"
     if name not in draft.given and is_trl and has_experts is not False:
         added = "of a mixture of experts trl adds 0.001 times the routers' loss"
