@@ -19,11 +19,11 @@ AT_SERVER = {"rollout.engine": "server", "rollout.urls": "http://127.0.0.1:1/v1"
 KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"rewards": None}, "rewards/rollout.environment.name/rollout.replay_from"),
     ("grpo", {"eval.every": 2}, "eval.every"),
-    ("gkd", {"eval.answers.every": 2}, "eval.answers.every/eval.answers.rewards"),
+    ("gkd", {"eval.answers.every": 2}, "eval.answers.every/eval.answers.rewards/eval.metrics"),
     (
         "grpo",
         {"eval.answers.every": 2, "rollout.environment.name": "own.py:Own"},
-        "eval.answers.every/eval.answers.rewards",
+        "eval.answers.every/eval.answers.rewards/eval.metrics",
     ),
     ("grpo", {"rollout.n": 1}, "rollout.n/grpo.advantage"),
     (
