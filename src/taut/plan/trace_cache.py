@@ -59,6 +59,8 @@ def kept(make: Callable[P, T]) -> Callable[P, T]:
         with suppress(OSError, ValueError):
             return kind.validate_json(files.read_regular(file, LIMIT))
         made = make(*given, **keywords)
+        if not made:  # there was nothing to trace
+            return made
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             files.write_bytes(file, kind.dump_json(made))
