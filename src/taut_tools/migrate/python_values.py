@@ -125,11 +125,14 @@ class Script:
                     is_loaded = self.is_loaded and len(names.maps) == 1
                     line = statement.lineno
                     names[name] = Object(name, line, function=statement, is_loaded=is_loaded)
-                    every = [
-                        one.arg for one in ast.walk(statement.args) if isinstance(one, ast.arg)
-                    ]
-                    inner = dict.fromkeys(every, Unknown(f"an argument of {name}"))
-                    self.later.append((statement.body, names.new_child(inner)))
+                    inner = names.new_child()
+                    for node in ast.walk(statement):
+                        if isinstance(node, ast.arg):
+                            inner[node.arg] = Unknown(f"an argument of {name}")
+                        elif isinstance(node, ast.Global):
+                            known = dict.fromkeys(node.names, Unknown(f"assigned in {name}"))
+                            names.maps[-1].update(known)
+                    self.later.append((statement.body, inner))
                 case ast.ClassDef(name=name, lineno=line):
                     inside = names.new_child()
                     self.follow(statement.body, inside)
@@ -150,8 +153,6 @@ class Script:
                     self.assign(target, self.value(value, names), names)
                 case ast.AugAssign(target=target, lineno=line):
                     self.assign(target, Unknown(f"changed in line {line}"), names)
-                case ast.Global(names=words):
-                    names.maps[-1].update(dict.fromkeys(words, Unknown("assigned in a function")))
                 case _:
                     self.follow_block(statement, names)
 
@@ -186,10 +187,9 @@ class Script:
                 names[name] = value
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 is_list = isinstance(value, list) and len(value) == len(parts)
-                for part, item in zip(
-                    parts, value if is_list else [value] * len(parts), strict=True
-                ):
-                    self.assign(part, item, names)
+                whole = value if isinstance(value, Object) else self.unknown(target)
+                for number, part in enumerate(parts):
+                    self.assign(part, value[number] if is_list else whole, names)
             case ast.Attribute(attr="requires_grad"):
                 self.calls.append(
                     Object("requires_grad", target.lineno, self.text(target), of=names)
