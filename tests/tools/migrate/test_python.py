@@ -507,7 +507,14 @@ REFUSED = {
         "a = [1]\n" + "a = [a, a]\n" * 60 + SFT.replace("512 * 4", "a"),
         f"have more than {MAX_SIZE:,} entries",
     ),
-    "doubled texts": ("a = 'x' * 1 + 'xxxxxxxx'\n" + SFT, ""),
+    "a long list": (
+        "a = [" + "1," * 90_000 + "]\n" + SFT.replace("512 * 4", "a, b=a, c=a, d=a, e=a"),
+        f"have more than {MAX_SIZE:,} entries",
+    ),
+    "doubled texts": (
+        "a = 'x' + 'xxxxxxxx'\n" + "a = f'{a}{a}'\n" * 60 + SFT,
+        f"have more than {MAX_SIZE:,} entries",
+    ),
     "large": ("# " + "x" * 2**18, "cannot be read"),
 }
 READ = {
