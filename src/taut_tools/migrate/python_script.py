@@ -44,8 +44,7 @@ class PythonRecipe:
             )
         self.call = (trainers or configs)[0]
         self.method = self.method_of(self.call, "Trainer") or self.method_of(self.call, "Config")
-        why_trl = f"it is a script of TRL, by its call of {self.call.name} in line {self.call.line}"
-        self.script.assumed.insert(0, why_trl)
+        self.script.assumed.insert(0, f"it is read as a script of TRL: it calls {self.call.name}")
         self.take(self.call)
         if not trainers:
             why = Unknown("not said: the script calls no trainer that is known")
@@ -169,7 +168,8 @@ class PythonRecipe:
             rows = {
                 key: one for key, one in rows.items() if one and key not in self.words["loading"]
             }
-            if others := rows.keys() - {"path", "name", "split"}:
+            texts = {key for key, one in rows.items() if isinstance(one, str)}
+            if others := (rows.keys() | {"path"}) - (texts & {"path", "name", "split"}):
                 raise Unknown(f"{rows.get('path')}, loaded with {min(others)}")
             return rows
         if not isinstance(value.of, Object) or value.of.is_name:

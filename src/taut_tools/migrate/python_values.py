@@ -23,8 +23,8 @@ from taut.errors import ConfigError
 from taut_tools.migrate.recipe import MAX_DIGITS
 from taut_tools.migrate.script import ARITHMETIC
 
-MAX_SIZE, MAX_SHOWN = 200_000, 60
-"""Maximum entries of all values of a script, and characters of it in a message."""
+MAX_SIZE, MAX_SHOWN = 400_000, 60
+"""Maximum entries and characters of all values of a script, and characters of it in a message."""
 OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     **ARITHMETIC,
     ast.Div: operator.truediv,
@@ -100,7 +100,7 @@ class Script:
             self.follow(*self.later.pop(0))
 
     def count(self, number: int) -> None:
-        """Count entries of values, which can double with each statement. Raises ConfigError."""
+        """Count entries and characters of values, which can double with each statement. Raises ConfigError."""
         self.size += number
         if self.size > MAX_SIZE:
             what = f"the values of {self.path} have more than {MAX_SIZE:,} entries"
@@ -122,14 +122,17 @@ class Script:
         for statement in body:
             match statement:
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                    is_loaded = self.is_loaded and len(names.maps) == 1
-                    line = statement.lineno
-                    names[name] = Object(name, line, function=statement, is_loaded=is_loaded)
-                    every = [
-                        one.arg for one in ast.walk(statement.args) if isinstance(one, ast.arg)
-                    ]
-                    inner = dict.fromkeys(every, Unknown(f"an argument of {name}"))
-                    self.later.append((statement.body, names.new_child(inner)))
+                    is_top = self.is_loaded and len(names.maps) == 1
+                    made = Object(name, statement.lineno, function=statement, is_loaded=is_top)
+                    names[name] = made
+                    inner = names.new_child()
+                    for node in ast.walk(statement):
+                        if isinstance(node, ast.arg):
+                            inner[node.arg] = Unknown(f"an argument of {name}")
+                        elif isinstance(node, ast.Global):
+                            known = dict.fromkeys(node.names, Unknown(f"assigned in {name}"))
+                            names.maps[-1].update(known)
+                    self.later.append((statement.body, inner))
                 case ast.ClassDef(name=name, lineno=line):
                     inside = names.new_child()
                     self.follow(statement.body, inside)
@@ -150,8 +153,6 @@ class Script:
                     self.assign(target, self.value(value, names), names)
                 case ast.AugAssign(target=target, lineno=line):
                     self.assign(target, Unknown(f"changed in line {line}"), names)
-                case ast.Global(names=words):
-                    names.maps[-1].update(dict.fromkeys(words, Unknown("assigned in a function")))
                 case _:
                     self.follow_block(statement, names)
 
@@ -186,10 +187,9 @@ class Script:
                 names[name] = value
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 is_list = isinstance(value, list) and len(value) == len(parts)
-                for part, item in zip(
-                    parts, value if is_list else [value] * len(parts), strict=True
-                ):
-                    self.assign(part, item, names)
+                whole = value if isinstance(value, Object) else self.unknown(target)
+                for number, part in enumerate(parts):
+                    self.assign(part, value[number] if is_list else whole, names)
             case ast.Attribute(attr="requires_grad"):
                 self.calls.append(
                     Object("requires_grad", target.lineno, self.text(target), of=names)
@@ -197,9 +197,9 @@ class Script:
             case ast.Attribute(value=ast.Name(id=of), attr=name) if isinstance(
                 names.get(of), Object
             ):
-                why = Unknown(f"assigned under a condition in line {target.lineno}")
-                now = value if of in names.maps[0] else why
-                names[of].arguments[name] = Argument(now, target.lineno)
+                late = Unknown(f"assigned under a condition in line {target.lineno}")
+                now = Argument(value if of in names.maps[0] else late, target.lineno)
+                names[of].arguments[name] = now
             case ast.Subscript(value=ast.Name(id=name)):
                 names[name] = Unknown(f"{name}, which line {target.lineno} changes")
 
@@ -209,12 +209,13 @@ class Script:
         """The value of an expression: a constant, a list or table of values, an Object or Unknown."""
         try:
             value = self.computed(node, names)
+        except ConfigError:
+            raise
         except (Unknown, TypeError, ValueError, ArithmeticError, LookupError):
             return self.unknown(node)
         if isinstance(value, int) and value.bit_length() > 3 * MAX_DIGITS:
             return Unknown(f"a number of more than {MAX_DIGITS} digits")
-        self.count(len(value) if isinstance(value, list | dict) else 1)
-        self.count(len(value) // 16 if isinstance(value, str) else 0)
+        self.count(len(value) if isinstance(value, list | dict | str) else 1)
         return value
 
     def constant(self, value: Any) -> Any:
@@ -223,9 +224,8 @@ class Script:
         if isinstance(value, Unknown):
             raise Unknown(*value.args)
         if isinstance(value, Object):
-            owner, name = value.parts
-            if value.is_name and owner in ("torch", "TaskType"):
-                return name
+            if value.is_name and value.parts[0] in ("torch", "TaskType"):
+                return value.parts[1]
             raise Unknown(f"computed by the script: {value.text or value.name}")
         if isinstance(value, dict):
             return {name: self.constant(one) for name, one in value.items()}

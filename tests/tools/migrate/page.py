@@ -164,11 +164,12 @@ One object. `schema` is `taut.recipe/3`; the number is raised whenever a field c
 
 ## An option
 
-The names, the defaults and the outcomes of a framework's options are a file of `src/taut_tools/migrate/frameworks`;
-what takes arithmetic or several options is in `src/taut_tools/migrate/topics`, one file for each topic. `python
-benchmarks/recipes.py swift:DIR` counts the outcomes of the recipes in a directory and compares its reading with bash
-and PyYAML. `python -m benchmarks.recipes_beside` runs recipes by their framework and as they are imported: the first
-losses are equal to 1e-5 ([benchmarks](benchmarks.md#recipes-beside-their-framework)).
+The names, the defaults and the outcomes of a framework's options are a file of `src/taut_tools/migrate/frameworks`,
+those of calls in Python `src/taut_tools/migrate/table/python.toml`; what takes arithmetic or several options is in
+`src/taut_tools/migrate/topics`, one file for each topic. `python benchmarks/recipes.py swift:DIR` counts the outcomes
+of the recipes in a directory and compares its reading with bash and PyYAML. `python -m benchmarks.recipes_beside`
+runs recipes by their framework and as they are imported: the first losses are equal to 1e-5
+([benchmarks](benchmarks.md#recipes-beside-their-framework)).
 
 What it counted over the frameworks' own repositories, in November 2026; exact: nothing that changes what is learned is
 left out; offered: what is left out is named; refused: the option that says why there is no such run is named:

@@ -227,6 +227,8 @@ def test_constants(old: str, new: str, key: str, value: Any, tmp_path: Path) -> 
         ("n = 1\nn += 1\n", "n", "changed in line 2"),
         ("with open('x') as n:\n    pass\n", "n", "n, a variable of line 1"),
         ("def f(n):\n    global m\n    m = n\n", "f(1)", "computed by the script: f(1)"),
+        ("m = 1\ndef f(n):\n    global m\n    m = n\nf(2)\n", "m", "assigned in f"),
+        ("a, n = 'xy'\n", "n", "computed by the script: a, n"),
         ("t = {'a': 1}\nt['a'] = 2\n", "t['a']", "computed by the script: t['a']"),
         ("t = [1]\nt.append(2)\n", "t", "t, which line 2 changes"),
         ("try:\n    n = 1\nexcept OSError:\n    n = 2\n", "n", "n, which is assigned under"),
@@ -328,6 +330,12 @@ def test_reading_a_script_needs_the_base_installation_alone() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_an_unknown_mode_of_vllm(tmp_path: Path) -> None:
+    text = scripts.GRPO.replace("use_vllm=False", "use_vllm=True, vllm_mode=mode()")
+    carried = report(tmp_path, text).carried
+    assert "rollout.engine" in carried.unfilled and not carried.is_exact
+
+
 def test_models_as_rewards(tmp_path: Path) -> None:
     text = scripts.GRPO.replace("[accuracy, think_format_reward]", "'org/reward-model'")
     settings = report(tmp_path, text.replace("reward_weights=[1.0, 0.2],", "")).carried.settings
@@ -386,6 +394,8 @@ def test_what_changes_the_training_beside_its_options_is_lacking(
         ("train_dataset=dataset,", "train_dataset=dataset, formatting_func=f,", "formatting_func"),
         ("train_dataset=dataset,", "train_dataset=dataset, **more,", "**"),
         ('split="train")', 'split="train", data_dir="x")', "dataset_name"),
+        ('load_dataset("trl-lib/Capybara", split="train")', "load_dataset(None)", "dataset_name"),
+        ('split="train")', 'split=["train", "test"])', "dataset_name"),
         (
             '"trl-lib/Capybara", split="train"',
             '"json", data_files="a.jsonl", split="train[:9]"',
@@ -497,7 +507,14 @@ REFUSED = {
         "a = [1]\n" + "a = [a, a]\n" * 60 + SFT.replace("512 * 4", "a"),
         f"have more than {MAX_SIZE:,} entries",
     ),
-    "doubled texts": ("a = 'x' * 1 + 'xxxxxxxx'\n" + SFT, ""),
+    "a long list": (
+        "a = [" + "1," * 90_000 + "]\n" + SFT.replace("512 * 4", "a, b=a, c=a, d=a, e=a"),
+        f"have more than {MAX_SIZE:,} entries",
+    ),
+    "doubled texts": (
+        "a = 'x' + 'xxxxxxxx'\n" + "a = f'{a}{a}'\n" * 60 + SFT,
+        f"have more than {MAX_SIZE:,} entries",
+    ),
     "large": ("# " + "x" * 2**18, "cannot be read"),
 }
 READ = {
