@@ -188,7 +188,8 @@ def test_a_value_of_another_framework_leads_to_the_setting_here(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"did you mean {ours}?")):
         from_mapping(METHODS["sft"], {**PLAIN, key: value})
-    assert from_mapping(METHODS["sft"], {**PLAIN, "lora.rank": 4, **dict([ours.split("=")])})
+    keys = {**PLAIN, "data.eval": "b.jsonl", "lora.rank": 4, **dict([ours.split("=")])}
+    assert from_mapping(METHODS["sft"], keys)
 
 
 def test_every_key_that_a_name_from_elsewhere_leads_to_exists() -> None:

@@ -120,7 +120,8 @@ def test_it_is_a_command(
     assert "taut toy: 3e-05, with adapters 0.0003." in " ".join(said.split())
     assert cli.main(["toy", *words_of({**keys, "out": str(tmp_path / "out"), "steps": 1})]) == 0
     keys = {**keys, "out": str(tmp_path / "other")}
-    assert cli.main(["toy", *words_of({**keys, "toy.q": 1, "epochs": 1})]) == 2
+    in_epochs = {key: value for key, value in keys.items() if key != "steps"}
+    assert cli.main(["toy", *words_of({**in_epochs, "toy.q": 1, "epochs": 1})]) == 2
     assert "found toy.q=1 with epochs" in capsys.readouterr().err
     assert cli.main(["sft", *words_of({**keys, "method": "toy"})]) == 2
 
@@ -139,7 +140,9 @@ def test_it_is_shown_checked_and_planned(
 
 def test_it_is_in_the_library_and_the_pages() -> None:
     train: Any = taut.toy
-    assert train.__name__ == "toy" and train.__doc__.startswith("Fine-tune robustly: check, train")
+    assert train.__name__ == "toy" and train.__doc__.startswith(
+        "Fine-tune robustly. Keys: ``taut toy"
+    )
     page = config_page()
     assert "\n## toy: `taut toy`\n" in page and "| `toy.q` | number | 0.5 |" in page
     assert "| `taut toy` | 3e-05 | 0.0003 | nobody |" in rates_page()
