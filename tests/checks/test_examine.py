@@ -274,6 +274,7 @@ def test_a_check_of_a_later_method_is_asked_reported_and_in_the_json(
         "unit": "nats",
         "evidence": ["train.jsonl:1, token 3"],
         "remedy": "load the reference from the model that training starts with",
+        "code": "",
         "notes": [],
         "seconds": read["checks"][-1]["seconds"],
         "cause": None,

@@ -471,7 +471,7 @@ def build_answering(
     engine = make_engine(config=config.local)
     require_usable([row.as_prompt() for row in rows], engine.context)
     right = [to_reward_input(row, row.references[0]) for row in rows if row.references]
-    if right:  # metrics are tried on one
+    if custom and right:  # tried on one, by all ranks together
         values_of(custom, right[:1], trainer.ranks)
     labels = [part.label for part in parts]
     return Answering(config, rows, labels, reward_set, engine, trainer, left_out, custom)

@@ -47,7 +47,7 @@ def a_window_no_layer_asks_for(place: Place, is_faulty: bool) -> Session:
     return place.session(place.model("mistral"))
 
 
-@fault("attention.calls", says="chunked")
+@fault("attention.calls", says="neither causal nor its sliding window")
 def chunked_attention(place: Place, is_faulty: bool) -> Session:
     """Llama 4's mask comes as no keyword: a kernel that reads keywords would attend to everything."""
     return place.session(place.model("llama4_text" if is_faulty else "llama"))

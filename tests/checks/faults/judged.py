@@ -142,7 +142,7 @@ def the_base_model_in_the_place_of_the_adapter(place: Place, is_faulty: bool) ->
     return place.session(model, place.data(compared()), method="dpo", lora__adapter=adapter)
 
 
-@fault("reference.start", says="another precision")
+@fault("reference.start", says="policy and reference differ by")
 def a_reference_in_another_precision(place: Place, is_faulty: bool) -> Session:
     """The policy computes in bfloat16, the reference in float32."""
     if is_faulty:

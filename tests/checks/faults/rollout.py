@@ -153,7 +153,7 @@ def an_engine_that_updates_never_reach(place: Place, is_faulty: bool) -> Session
     return generating(place)
 
 
-@fault("engine.logps", says="part of every gradient")
+@fault("engine.logps", says="off those of the trainer")
 def log_probs_without_the_temperature(place: Place, is_faulty: bool) -> Session:
     """The engine draws at the run's temperature, and reports logprobs of the model as it is: class 16."""
     draw = local.draw
