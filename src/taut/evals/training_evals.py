@@ -338,6 +338,7 @@ class Evaluations:
     def _run(self, due: Sequence[Evaluation], step: int) -> None:
         for one in due:
             self._measured[one.key] = one.measure(step)
+        for one in due:
             if self.best is not None and self.best.metric in one.names:
                 self.best.consider(step, self._measured[one.key])
 
