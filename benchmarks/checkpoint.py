@@ -107,6 +107,7 @@ class Stepped:
         made = Checkpoints(
             folder=out / CHECKPOINTS,
             config=CheckpointConfig(every=1, keep=1, background=background),
+            is_due=lambda step: True,
             scorer=self.trainer.scorer,
             optimizer=self.trainer.optimizer,
             num_steps=NUM_STEPS,

@@ -128,6 +128,7 @@ def test_no_byte_of_a_run_has_a_secret(
     run = keys(
         place,
         **{
+            "out": str(tmp_path / "out"),
             "rollout.environment.name": command(SECRETS[0]),
             "checkpoint.every": 1,
             "rollout_monitor.max_errors": 1.0,

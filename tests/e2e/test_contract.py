@@ -292,7 +292,7 @@ def test_a_merge_that_loses_a_row_stops_the_run_and_keeps_what_there_was(
 ) -> None:
     plant_a_lost_row(monkeypatch)
     with pytest.raises(
-        taut.CheckFailed, match=r"merge: the model that was saved .* the largest"
+        taut.CheckFailed, match=r"merge: the saved model is not the trained one: .* the largest"
     ) as caught:
         sft(model, train, tmp_path / "out", lora__rank=4, **WIDE)
     out = tmp_path / "out"

@@ -16,14 +16,14 @@ from torch.distributed import TCPStore
 
 PROGRAM = """\
 import os, sys
-import taut.methods.method
+import taut.data.dataset
 from taut.cli import main
 
 def broken(*_, **__):
     raise KeyError("a mistake of the program")
 
 if os.environ["RANK"] == "0" and os.environ.get("BREAKS"):
-    taut.methods.method.load_dataset = broken
+    taut.data.dataset.load_dataset = broken
 sys.exit(main())
 """
 
