@@ -864,7 +864,7 @@ ComputeDtype: TypeAlias = Annotated[
 """A compute dtype in a configuration, where bf16 and the like are accepted too."""
 
 
-CADENCE = r"^(0\.\d*[1-9]\d*|[1-9]\d*(\.\d+)?) ?(epoch|minute)s?$"
+CADENCE = r"^(?P<number>0\.\d*[1-9]\d*|[1-9]\d*(\.\d+)?) ?(?P<unit>epoch|minute)s?$"
 
 
 def require_cadence(value: object) -> object:
@@ -873,6 +873,15 @@ def require_cadence(value: object) -> object:
     if is_steps or (isinstance(value, str) and re.match(CADENCE, value)):
         return value
     raise PydanticCustomError("cadence", "no cadence")
+
+
+def read_cadence(every: int | str) -> tuple[str, str]:
+    """The number of a valid ``Every`` as it is written, and its unit: step, epoch or minute."""
+    if isinstance(every, int):
+        return str(every), "step"
+    found = re.match(CADENCE, every)
+    assert found is not None, f"{every!r} was validated"
+    return found["number"], found["unit"]
 
 
 Every: TypeAlias = Annotated[int | str, BeforeValidator(require_cadence)]

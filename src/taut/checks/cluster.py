@@ -185,14 +185,9 @@ def versions_agree(cluster: Cluster) -> Finding:
 
 def installed(device: torch.device) -> dict[str, str]:
     """Versions of this process, and a digest of taut's own source."""
-    root = Path(__file__).parents[1]
-    # a digest of taut's own files, since two checkouts may have one version
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)} {files.digest(path)}\n".encode())
     return {
         "taut": version("taut"),
-        "taut's source": digest.hexdigest()[:12],
+        "taut's source": files.source_digest()[:12],
         **versions(device),
     }
 

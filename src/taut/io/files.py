@@ -19,6 +19,7 @@ import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -230,6 +231,15 @@ def digest(path: Path) -> str:
     """The SHA-256 of a regular file."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@cache
+def source_digest() -> str:
+    """A digest of taut's own source: two checkouts may have one version."""
+    root, found = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(f"{path.relative_to(root)} {digest(path)}\n".encode())
+    return found.hexdigest()
 
 
 def first_damaged(directory: Path, digests: Iterable[tuple[str, str]]) -> str:

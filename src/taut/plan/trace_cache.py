@@ -89,6 +89,4 @@ def _described(one: Any) -> Any:
 @cache
 def _code() -> list[str]:
     """The code that a trace runs: a digest of this package, and versions of others."""
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    return [digest, *(version(name) for name in ("torch", "transformers", "peft"))]
+    return [files.source_digest(), *map(version, ("torch", "transformers", "peft"))]

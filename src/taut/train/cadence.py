@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from taut.config import read_cadence
 from taut.train.trainer import Trainer
 
 
@@ -27,22 +28,25 @@ class Cadence:
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
     _last: float = field(init=False)
+    _number: Fraction = field(init=False)
+    """Exact: 0.1 of 30 samples are 3."""
+    _unit: str = field(init=False)
 
     def __post_init__(self) -> None:
         self._last = self.clock()
+        number, self._unit = read_cadence(self.every)
+        self._number = Fraction(number)
 
     def is_due(self, step: int) -> bool:
         """Whether it is due after a step. Every rank asks after each step."""
-        if isinstance(self.every, int):
-            return self.every > 0 and step % self.every == 0
-        number = Fraction(self.every.rstrip(" epochsminut"))  # 0.1 of 30 samples are 3
-        if "epoch" in self.every:
+        if self._unit == "step":
+            return self._number > 0 and step % self._number == 0
+        if self._unit == "epoch":
             source = self.trainer.source
-            size = number * source.epoch_size
+            size = self._number * source.epoch_size
             return source.cursor(step).samples // size > source.cursor(step - 1).samples // size
-        is_due: bool = self.trainer.ranks.gather_in_step(self.clock() - self._last >= 60 * number)[
-            0
-        ]
+        is_over = self.clock() - self._last >= 60 * self._number
+        is_due: bool = self.trainer.ranks.gather_in_step(is_over)[0]
         if is_due:
             self._last = self.clock()
         return is_due

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from taut.config import Code, Every, NotNegative, Positive, Share, configclass
+from taut.config import Code, Every, NotNegative, Positive, Share, configclass, read_cadence
 from taut.conflicts import conflict
 from taut.io import plugins
 from taut.io.extras import require
@@ -99,12 +99,12 @@ class Repeated:
     @property
     def counts_epochs(self) -> bool:
         """Whether ``every`` is in epochs."""
-        return "epoch" in str(self.every)
+        return read_cadence(self.every)[1] == "epoch"
 
     @property
     def counts_minutes(self) -> bool:
         """Whether ``every`` is in minutes."""
-        return "minute" in str(self.every)
+        return read_cadence(self.every)[1] == "minute"
 
 
 @configclass
