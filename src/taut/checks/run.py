@@ -47,7 +47,7 @@ from taut.models.save import saving
 from taut.train import distributed, sharded
 from taut.train.checkpoint import SPARE
 from taut.train.optim import highest, optimizer_type
-from taut.train.run_dir import CHECKPOINTS, WRITTEN, complete, require_usable
+from taut.train.run_dir import CHECKPOINTS, WRITTEN, complete, dotted, require_usable
 from taut.types import Tree
 from taut.vision.processors import open_processor
 
@@ -409,7 +409,8 @@ def numbers_are_those_people_mean(session: Session) -> Finding:
     The table of docs/hyperparameters.md, and the learning rate against the method's default.
     """
     run = session.run
-    numbers, ranges = dict(_numbers(to_dict(run))), usual()
+    numbers = {k: float(v) for k, v in dotted(to_dict(run)) if isinstance(v, int | float)}
+    ranges = usual()
     rates, width = run.learning_rates, session.language.config.get_text_config().hidden_size
     default = rates.lora if run.lora.is_on else rates.full
     most = RATES[1] * default * max(1.0, 4096 / width)
@@ -427,15 +428,6 @@ def numbers_are_those_people_mean(session: Session) -> Finding:
     return warned(
         says, evidence=outside, remedy="correct it if it is a slip; if it is meant, go on"
     )
-
-
-def _numbers(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
-    """Keys with dots, and their numbers."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{before}{key}.")
-        elif isinstance(value, int | float):
-            yield before + key, float(value)
 
 
 # -- steps

@@ -36,6 +36,7 @@ from taut.train.run_dir import (
     MARK,
     MODEL,
     complete,
+    dotted,
     owner,
     read_resolved,
     step_of,
@@ -245,16 +246,8 @@ def settings_in_words(settings: Mapping[str, Any]) -> str:
 
 def settings_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> value of a configuration; of a key that is open, what was decided."""
-    settings: dict[str, Any] = {}
-
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for key, one in value.items():
-                add(f"{prefix}.{key}" if prefix else key, one)
-        else:
-            settings[prefix] = value
-
-    add("", resolved.get("config") or {})
+    config = resolved.get("config")
+    settings = dict(dotted(config)) if isinstance(config, dict) else {}
     for decision in resolved.get("decisions") or ():
         name = decision.get("name") if isinstance(decision, dict) else None
         if isinstance(name, str) and name in settings and settings[name] is None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from taut.run.states import settings_of, state_of
+from taut.train.run_dir import dotted
 from taut_tools.page.answers import MOST_NAMES, Answer, Run, Unknown, evaluations, listing
 
 MOST_RUNS = 8
@@ -55,7 +56,7 @@ def differences(
     for one, start in zip(resolved, starts, strict=True):
         environment = one.get("identity", {}).get("environment", {})
         git = {f"git {key}": value for key, value in start.get("git", {}).items()}
-        versions = _flat({**environment, **start.get("versions", {}), **git})
+        versions = dotted({**environment, **start.get("versions", {}), **git})
         of_runs.append({"taut": one.get("taut"), **dict(versions)})
     for key in dict.fromkeys(key for one in of_runs for key in one):
         found.append(("versions", key, [one.get(key) for one in of_runs]))
@@ -64,16 +65,6 @@ def differences(
         for kind, key, values in found
         if any(value != values[0] for value in values)
     ]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            found += _flat(value, f"{prefix}{key}.")
-        else:
-            found.append((f"{prefix}{key}", value))
-    return found
 
 
 def _evals(of_runs: Sequence[Sequence[Answer]]) -> list[Answer]:
