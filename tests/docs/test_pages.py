@@ -26,7 +26,7 @@ from tests.docs.pages import (
 from taut.cli import command_of as called_by
 from taut.cli import config_class, joined, sort_words
 from taut.commands import registry
-from taut.config import describe, load
+from taut.config import describe, from_mapping, load
 from taut.methods import METHODS, command_of
 from taut.methods.method import RunConfig, class_of
 from taut_tools.cluster.launch import read
@@ -174,6 +174,16 @@ def test_every_example_parses(path: Path) -> None:
     elif "rollout" in given and "rewards" not in given:  # of a task that is named with its data
         missing += ["rewards=exact_match", "data.eval=x"]
     assert isinstance(load(class_of(path), path, missing), RunConfig)
+
+
+@pytest.mark.parametrize("page", ["use.md", "config.md"])
+def test_every_run_of_a_page_is_one(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    runs = re.findall(r"^```toml\n(model = .*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert runs
+    for run in runs:
+        given = tomllib.loads(run)
+        assert from_mapping(METHODS["sft"], given).model == given["model"]
 
 
 def test_the_configuration_page_is_current() -> None:
