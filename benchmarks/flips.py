@@ -14,7 +14,13 @@ many seeds. Generated sets, with ids in place of words:
 (.gz too) or a folder of such; rows may be ``{prompt, chosen, rejected}``, LLaMA-Factory's, hh-rlhf's, annotations of
 alpaca_eval, or ASDiv's questions (the wrong answer is then another question's). Real sets may hold flips of their own:
 what is said of them at 0% is what a user would see. Prints a table in Markdown, a cell with one number for each
-rate; docs/flips.md has it, and says what the columns are.
+rate; docs/preference.md has rows of 1,000 pairs.
+
+    agree                  labels that agree with the model that did not see them
+    told, noted, failed    the share of the seeds
+    rate                   the mean of what is estimated, where it is told
+    found                  flipped labels that are suspected, of all flipped
+    wrongly suspected      the others that are suspected, of all others
 """
 
 from __future__ import annotations
