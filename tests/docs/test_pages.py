@@ -14,13 +14,11 @@ from tests.docs.pages import (
     CLUSTER_PAGE,
     CONFIG_PAGE,
     MODELS_PAGE,
-    RATES_PAGE,
     ROOT,
     check_page,
     cluster_page,
     config_page,
     models_page,
-    rates_page,
 )
 
 from taut.cli import command_of as called_by
@@ -199,10 +197,6 @@ def test_every_key_that_the_page_of_names_has_is_one() -> None:
     assert named - keys <= {"rewards", "tools", "text", "weight", "share", "stop"}
 
 
-def test_the_page_of_hyperparameters_is_current() -> None:
-    assert RATES_PAGE.read_text(encoding="utf-8") == rates_page(), "run make docs"
-
-
 def test_the_configuration_page_has_the_default_of_every_command() -> None:
     lines = re.findall(r"^\| `([\w.]+)` \| (.*)$", CONFIG_PAGE.read_text("utf-8"), re.MULTILINE)
     cells = {key: re.split(r"(?<!\\) \| ", rest)[1] for key, rest in lines}
@@ -223,7 +217,7 @@ def test_the_table_of_checks_is_current() -> None:
     assert CLUSTER_PAGE.read_text(encoding="utf-8") == cluster_page(), "run make docs"
 
 
-def test_the_table_of_adapters_is_current() -> None:
+def test_the_tables_of_rates_ranges_and_adapters_are_current() -> None:
     assert MODELS_PAGE.read_text(encoding="utf-8") == models_page(), "run make docs"
 
 

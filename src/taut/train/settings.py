@@ -27,7 +27,7 @@ class OptimConfig:
     and a critic. Not with LoRA."""
     learning_rate: Positive | None = None
     """Peak learning rate, reached at the end of the warm-up. None: the method's default for full fine-tuning or LoRA
-    (docs/hyperparameters.md)."""
+    (docs/models.md)."""
     group_learning_rates: dict[str, Positive] = field(default_factory=dict)
     """Peak learning rates of parts of the model, on the same schedule: vision_tower, projector, language_model, or a
     pattern as in ``freeze``. Other parameters use ``learning_rate``.
