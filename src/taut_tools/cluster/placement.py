@@ -100,8 +100,8 @@ def connect(address: str | None, ranks: Ranks, kinds: Sequence[Servers]) -> None
                 f"{where}: {text}; expected the same versions; start the cluster from this environment"
             ) from error
         raise ClusterError(
-            f"{where}: found none ({text[:200]}); expected a running cluster; run ray start --head (docs/cluster.md), or "
-            f"set address={LOCAL} for this machine alone"
+            f"{where}: found none ({text[:200]}); expected a running cluster; run ray start --head (docs/cluster.md), "
+            f"or set address={LOCAL} for this machine alone"
         ) from error
 
 
