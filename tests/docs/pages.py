@@ -15,12 +15,14 @@ from taut.checks.run import usual
 from taut.config import Row, describe
 from taut.methods import METHODS, command_of
 from taut.methods.method import RunConfig
+from taut.plan.rates import GPUS
 from taut.rl.settings import CRITIC_RATES
 
 ROOT = Path(__file__).parents[2]
 CONFIG_PAGE = ROOT / "docs" / "config.md"
 CHECK_PAGE = ROOT / "docs" / "check.md"
 CLUSTER_PAGE = ROOT / "docs" / "cluster.md"
+PLAN_PAGE = ROOT / "docs" / "plan.md"
 REWARDS_PAGE = ROOT / "docs" / "rewards.md"
 MODELS_PAGE = ROOT / "docs" / "models.md"
 RATES = "| command | all weights | adapters | sources |\n|---|---|---|---|\n"
@@ -36,6 +38,11 @@ ADAPTERS = "| adapter | settings | `lora.adapter` |\n|---|---|---|\n"
 """Where the table of peft's adapters begins in its page."""
 NODES = "| check | question |\n|---|---|\n"
 """Where the table of checks of nodes begins in its page."""
+CARDS = (
+    "| GPU | GiB | bf16 TFLOP/s | memory GB/s | link GB/s | bus GB/s | capability |\n"
+    "|---|---|---|---|---|---|---|\n"
+)
+"""Where the table of GPUs begins in its page."""
 
 INTRODUCTION = """\
 # Configuration
@@ -145,6 +152,16 @@ def cluster_page() -> str:
     return before + NODES + "\n".join(rows) + rest[rest.index("\n\n") :]
 
 
+def plan_page() -> str:
+    """docs/plan.md, its table of GPUs made of the figures that the planner has."""
+    before, _, rest = PLAN_PAGE.read_text(encoding="utf-8").partition(CARDS)
+    rows = [
+        f"| {name} | {' | '.join(f'{figure:,}' for figure in gpu[:-1])} | {gpu.capability} |"
+        for name, gpu in GPUS.items()
+    ]
+    return before + CARDS + "\n".join(rows) + rest[rest.index("\n\n") :]
+
+
 def models_page() -> str:
     """docs/models.md: its learning rates of the classes of runs, its ranges of the check run.usual, and its table of
     peft's adapters made of those that tests train.
@@ -202,6 +219,7 @@ if __name__ == "__main__":
     CONFIG_PAGE.write_text(config_page(), encoding="utf-8")
     CHECK_PAGE.write_text(check_page(), encoding="utf-8")
     CLUSTER_PAGE.write_text(cluster_page(), encoding="utf-8")
+    PLAN_PAGE.write_text(plan_page(), encoding="utf-8")
     MODELS_PAGE.write_text(models_page(), encoding="utf-8")
     REWARDS_PAGE.write_text(rewards_page(), encoding="utf-8")
     stub.main()

@@ -14,11 +14,13 @@ from tests.docs.pages import (
     CLUSTER_PAGE,
     CONFIG_PAGE,
     MODELS_PAGE,
+    PLAN_PAGE,
     ROOT,
     check_page,
     cluster_page,
     config_page,
     models_page,
+    plan_page,
 )
 
 from taut.cli import command_of as called_by
@@ -221,9 +223,13 @@ def test_the_tables_of_rates_ranges_and_adapters_are_current() -> None:
     assert MODELS_PAGE.read_text(encoding="utf-8") == models_page(), "run make docs"
 
 
+def test_the_table_of_gpus_is_current() -> None:
+    assert PLAN_PAGE.read_text(encoding="utf-8") == plan_page(), "run make docs"
+
+
 def test_what_a_resume_may_change_is_on_its_page() -> None:
     """Every key that a resume may change is named, and every key that is named exists."""
-    page = (ROOT / "docs" / "resume.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     section = page.partition("## What may change\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)*)`", section))
     keys = {row.key for cls in METHODS.values() for row in describe(cls)}

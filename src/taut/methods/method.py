@@ -226,7 +226,7 @@ class RunConfig:
     overwrite: bool = False
     """Replace the run in out."""
     hooks: list[OwnCode] = field(default_factory=list)
-    """Objects of your own that get every event and may end the run, FILE.py:Class each (docs/reports.md)."""
+    """Objects of your own that get every event and may end the run, FILE.py:Class each (docs/runs.md)."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)

@@ -227,7 +227,7 @@ class LogConfig:
     trackio: str | None = None
     """trackio project to report to; needs the extra trackio."""
     sinks: list[Code] = field(default_factory=list)
-    """Reports of your own, FILE.py:Class each (docs/reports.md)."""
+    """Reports of your own, FILE.py:Class each (docs/runs.md)."""
     tokens: TokenRecordConfig = field(default_factory=TokenRecordConfig)
     rollouts: RolloutRecordConfig = field(default_factory=RolloutRecordConfig)
 
