@@ -4,7 +4,7 @@ glibc returns large blocks to the system as soon as they are freed. A training s
 activations, and every page that comes back is cleared by the kernel at its first use: 7 to 9% of a step on two cores.
 
 Kept without end, a heap grows from step to step: each has blocks of other lengths, for which the holes of the last one
-do not fit. So ``give_back_surplus``, asked before each step, gives the free pages back once the process holds a fifth
+do not fit. So ``give_back_surplus``, asked before each step, gives the free pages back once the process holds a tenth
 more than a step needs. That takes some tenths of a second, and the next step clears its pages again; what it then holds
 is what it needs. oneDNN, which computes bfloat16 products, keeps half a megabyte for every shape that it has met:
 ``bound_kernel_cache`` says how many.
@@ -32,16 +32,17 @@ _AFTERWARDS = {_TRIM_THRESHOLD: 2**26, _MMAP_THRESHOLD: 2**25}
 _RETURNED = {_TRIM_THRESHOLD: 2**20, _MMAP_THRESHOLD: 2**20}
 """Blocks of a MiB or more are mapped one by one."""
 _current = _AFTERWARDS
-SURPLUS = 1.2
+SURPLUS = 1.1
 """From this multiple of what a step needs on, free pages go back."""
 
 
 class _Level:
     """Memory that the process has held at the beginnings of steps."""
 
-    needed = 0
-    """Bytes that a step needs: the most that one left which began without surplus."""
-    is_fresh = True
+    needed, num_fresh = 0.0, 0
+    """Bytes that a step needs: what those have left that began without surplus, on average, and their number. The most
+    of it would grow with every step that leaves more holes than others."""
+    is_fresh = False
     """Whether the step that has just ended began without surplus."""
 
 
@@ -60,7 +61,7 @@ def keep_freed_memory() -> Iterator[None]:
     block and after it goes back to the system. Nothing happens where the C library is not glibc, or its settings are
     the user's; an older glibc maps blocks of more than 32 MiB all the same.
     """
-    _Level.needed, _Level.is_fresh = 0, True
+    _Level.needed, _Level.num_fresh, _Level.is_fresh = 0.0, 0, False
     with _thresholds(_WITHIN):
         yield
 
@@ -73,7 +74,8 @@ def give_back_surplus() -> None:
     if held is None or _current is not _WITHIN:
         return
     if _Level.is_fresh:
-        _Level.needed = max(_Level.needed, held)
+        _Level.num_fresh += 1
+        _Level.needed += (held - _Level.needed) / _Level.num_fresh
     _Level.is_fresh = held > SURPLUS * _Level.needed
     if _Level.is_fresh:
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
