@@ -278,6 +278,8 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
             raise no_bf16(name)
         size = size_set or int(GPUS[name].gib * GIB)
         dtype = config.dtype or ("bfloat16" if has_bf16 else "float32")
+        capability = 8.0 if config.gpu is None else GPUS[name].capability
+        select(config.attention, torch.device("cuda"), DTYPES[dtype], model, capability)
         return Machine(name, None, size, Kernels(DTYPES[dtype], FUSED, size))
     device = distributed.start(config.device).device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -68,9 +68,14 @@ class Chosen:
 
 
 def select(
-    requested: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig
+    requested: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: PreTrainedConfig,
+    capability: float | None = None,
 ) -> Chosen:
-    """The backend that runs for a model on a device with a compute dtype, and why. ``config`` is the whole model's.
+    """The backend that runs for a model on a device with a compute dtype, and why. ``config`` is the whole model's;
+    ``capability``: of a GPU that is not here.
 
     Raises AttentionError where ``requested`` is unknown or cannot run here.
     """
@@ -79,7 +84,10 @@ def select(
             f"attention={requested} is not known; expected auto, {', '.join(BACKENDS)}"
             f"{did_you_mean('attention', requested)}"
         )
-    obstacles = {name: _obstacle(name, device, dtype, config) for name in BACKENDS}
+    if device.type == "cuda" and capability is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = major + minor / 10
+    obstacles = {name: _obstacle(name, device, capability, dtype, config) for name in BACKENDS}
     has_two_way_blocks = config.model_type == "gemma3"  # the tokens of a picture
     if obstacles["varlen"] is None and has_two_way_blocks:
         obstacles["varlen"] = "the model's pictures see themselves both ways"
@@ -99,13 +107,17 @@ def select(
 
 
 def _obstacle(
-    name: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig
+    name: str,
+    device: torch.device,
+    capability: float | None,
+    dtype: torch.dtype,
+    config: PreTrainedConfig,
 ) -> str | None:
     """The reason why a backend cannot train this model here, or None."""
     config = config.get_text_config()
     if name == "reference":
         return None
-    if device.type != "cuda":
+    if capability is None:
         return f"the device is {device.type}; its backward needs CUDA"
     parts = [getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")]
     sizes = set(head_sizes(config)) if None in parts else {int(size or 0) for size in parts}
@@ -116,7 +128,7 @@ def _obstacle(
         return f"heads have size {small}; the kernel takes 16 or more" if small < 16 else None
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernel computes in 16 bit and dtype is {dtype}".replace("torch.", "")
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if capability < 8.0:
         return "the kernel needs compute capability 8.0 or newer"
     if getattr(config, "attn_logit_softcapping", None):
         return "the model has an attention softcap"

@@ -20,7 +20,7 @@ from taut.commands import plan as command
 from taut.commands.plan import Planned, memory, plan, show
 from taut.commands.settings import Plan
 from taut.config import from_mapping
-from taut.errors import ConfigError, ModelError, TautError
+from taut.errors import AttentionError, ConfigError, ModelError, TautError
 from taut.io.console import warn_if_slow
 from taut.models.precision import no_bf16
 from taut.plan import tracing
@@ -119,6 +119,8 @@ def test_a_gpu_without_bf16_computes_in_float32(gpu: str, bare: Path) -> None:
     with pytest.raises(ModelError, match="set dtype=float32") as refused:
         plan(config_of(bare, dtype="bfloat16", **keys))
     assert refused.value.code == no_bf16(gpu).code == "no-bf16"
+    with pytest.raises(AttentionError, match="attention=varlen cannot run"):
+        plan(config_of(bare, attention="varlen", **keys))
     with pytest.raises(ConfigError, match="float32 where the hardware has no bfloat16"):
         config_of(bare, dtype="float16", **keys)
 
