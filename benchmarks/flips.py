@@ -13,8 +13,21 @@ many seeds. Generated sets, with ids in place of words:
 ``--set NAME=PATH`` adds a set of real pairs, tokenized with ``--tokenizer``. PATH is a file of JSON or JSON lines
 (.gz too) or a folder of such; rows may be ``{prompt, chosen, rejected}``, LLaMA-Factory's, hh-rlhf's, annotations of
 alpaca_eval, or ASDiv's questions (the wrong answer is then another question's). Real sets may hold flips of their own:
-what is said of them at 0% is what a user would see. Prints a table in Markdown, a cell with one number for each
-rate; docs/flips.md has it, and says what the columns are.
+what is said of them at 0% is what a user would see. Those of the page:
+
+    harmless  the test file of hh-rlhf's harmless-base
+    asdiv     the answer to a question of arithmetic against that to another question
+    davinci   an answer of text-davinci-003 against one of 40 other models, as GPT-4 judged them
+              (alpaca_eval_gpt4/annotations.json of the first 40 models of alpaca_eval that have one)
+    turbo     the same against GPT-4 Turbo (weighted_alpaca_eval_gpt4_turbo/annotations.json)
+
+Prints a table in Markdown, a cell with one number for each rate; docs/preference.md has rows of 1,000 pairs.
+
+    agree                  labels that agree with the model that did not see them
+    told, noted, failed    the share of the seeds
+    rate                   the mean of what is estimated, where it is told
+    found                  flipped labels that are suspected, of all flipped
+    wrongly suspected      the others that are suspected, of all others
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run's curves and samples in MLflow: ``log.sinks=["examples/mlflow/report.py:MLflow"]`` (docs/reports.md).
+"""A run's curves and samples in MLflow: ``log.sinks=["examples/mlflow/report.py:MLflow"]`` (docs/runs.md).
 
 MLflow itself is set by its environment variables: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and others.
 """

@@ -189,7 +189,7 @@ class _RouterConfig(TypedDict, total=False):
     aux_loss: Literal['pooled', 'per_layer']
 
 class _EvalConfig(TypedDict, total=False):
-    every: int | _Text
+    every: int | _Text | None
     best: _Text | None
     metrics: Sequence[_Code]
     stop_after: int
@@ -232,7 +232,7 @@ class _LocalConfig(TypedDict, total=False):
     packed_gib: float
 
 class _CheckpointConfig(TypedDict, total=False):
-    every: int | _Text
+    every: int | _Text | None
     keep: int
     keep_best: bool
     background: bool

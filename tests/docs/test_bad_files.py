@@ -1,4 +1,4 @@
-"""The table of bad files: taut's side of benchmarks/bad_files.py is run, and says what the table says."""
+"""The table of bad files in docs/check.md: taut's side of benchmarks/bad_files.py is run, and says what it says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from taut.cli import main
 
 ROWS = re.findall(
     r"^\| .* \| .* \| `(\w+)\.jsonl(.*)` \|$",
-    (ROOT / "docs" / "bad-files.md").read_text(),
+    (ROOT / "docs" / "check.md").read_text(),
     re.MULTILINE,
 )
 

@@ -14,19 +14,19 @@ from tests.docs.pages import (
     CLUSTER_PAGE,
     CONFIG_PAGE,
     MODELS_PAGE,
-    RATES_PAGE,
+    PLAN_PAGE,
     ROOT,
     check_page,
     cluster_page,
     config_page,
     models_page,
-    rates_page,
+    plan_page,
 )
 
 from taut.cli import command_of as called_by
 from taut.cli import config_class, joined, sort_words
 from taut.commands import registry
-from taut.config import describe, load
+from taut.config import describe, from_mapping, load
 from taut.methods import METHODS, command_of
 from taut.methods.method import RunConfig, class_of
 from taut_tools.cluster.launch import read
@@ -176,6 +176,16 @@ def test_every_example_parses(path: Path) -> None:
     assert isinstance(load(class_of(path), path, missing), RunConfig)
 
 
+@pytest.mark.parametrize("page", ["use.md", "config.md"])
+def test_every_run_of_a_page_is_one(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    runs = re.findall(r"^```toml\n(model = .*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert runs
+    for run in runs:
+        given = tomllib.loads(run)
+        assert from_mapping(METHODS["sft"], given).model == given["model"]
+
+
 def test_the_configuration_page_is_current() -> None:
     assert CONFIG_PAGE.read_text(encoding="utf-8") == config_page(), "run make docs"
 
@@ -187,10 +197,6 @@ def test_every_key_that_the_page_of_names_has_is_one() -> None:
     keys = {row.key for cls in METHODS.values() for row in describe(cls)}
     assert len(rows) >= 50
     assert named - keys <= {"rewards", "tools", "text", "weight", "share", "stop"}
-
-
-def test_the_page_of_hyperparameters_is_current() -> None:
-    assert RATES_PAGE.read_text(encoding="utf-8") == rates_page(), "run make docs"
 
 
 def test_the_configuration_page_has_the_default_of_every_command() -> None:
@@ -213,13 +219,17 @@ def test_the_table_of_checks_is_current() -> None:
     assert CLUSTER_PAGE.read_text(encoding="utf-8") == cluster_page(), "run make docs"
 
 
-def test_the_table_of_adapters_is_current() -> None:
+def test_the_tables_of_rates_ranges_and_adapters_are_current() -> None:
     assert MODELS_PAGE.read_text(encoding="utf-8") == models_page(), "run make docs"
+
+
+def test_the_table_of_gpus_is_current() -> None:
+    assert PLAN_PAGE.read_text(encoding="utf-8") == plan_page(), "run make docs"
 
 
 def test_what_a_resume_may_change_is_on_its_page() -> None:
     """Every key that a resume may change is named, and every key that is named exists."""
-    page = (ROOT / "docs" / "resume.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     section = page.partition("## What may change\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)*)`", section))
     keys = {row.key for cls in METHODS.values() for row in describe(cls)}

@@ -151,7 +151,7 @@ def test_epochs(go: Go, train: Path) -> None:
     ("keys", "code"),
     [
         ({"eval__best": None}, "eval.stop_after/eval.best"),
-        ({"eval__every": 0}, "eval.stop_after/eval.every/eval.answers.every"),
+        ({"eval__every": 0}, "eval.stop_after/eval.every"),
         ({"eval__every": "5 minutes"}, "eval.stop_after/eval.every"),
         ({"data__eval": None}, "eval.stop_after/data.eval/eval.answers.data"),
         (

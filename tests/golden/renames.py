@@ -217,7 +217,7 @@ class Renames:
 
     def _words(self, text: str) -> str:
         for old, new in self.tables["api"].items():
-            word = rf"\b{re.escape(old)}\b"
+            word = rf"(?<!\w){re.escape(old)}(?!\w)"
             if re.search(word, text):
                 self.used.add(("api", old))
                 text = re.sub(word, new, text)

@@ -598,9 +598,10 @@ def length_bias(lengths: Lengths) -> str:
 def few_labels_look_flipped(session: Session) -> Finding:
     """Do the labels of pairs follow one rule, without many that look flipped?
 
-    A small model learns from most pairs which answers are preferred and is asked about the others. docs/flips.md says
-    what it can see, and how often it was right. Exceptions to a rule look like flips, and published sets have up to 11%
-    of them: those are a warning. A failure is a rate that no set was seen to have by nature.
+    A small model learns from most pairs which answers are preferred and is asked about the others.
+    docs/preference.md says what it can see, and how often it was right. Exceptions to a rule look like flips, and
+    published sets have up to 11% of them: those are a warning. A failure is a rate that no set was seen to have by
+    nature.
     """
     skip_if(session.run.row_kind != "preference", "the rows are no comparisons")
     flips = pair_report(session).flips

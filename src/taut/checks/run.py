@@ -406,7 +406,7 @@ def usual() -> dict[str, tuple[float, float, str]]:
 def numbers_are_those_people_mean(session: Session) -> Finding:
     """Are the run's numbers within what people use?
 
-    The table of docs/hyperparameters.md, and the learning rate against the method's default.
+    The table of docs/models.md, and the learning rate against the method's default.
     """
     run = session.run
     numbers = {k: float(v) for k, v in dotted(to_dict(run)) if isinstance(v, int | float)}

@@ -45,7 +45,7 @@ from taut.models.scorer import Scorer, evaluating
 from taut.plan.memory_options import decide_recomputation
 from taut.rl.online import Online, dry_run
 from taut.run.inputs import inputs_of, load_language, load_stops
-from taut.run.setup import Built, adapt, build_trainer, join_models, load
+from taut.run.setup import Built, adapt, build_trainer, decide_cadences, join_models, load
 from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE
 from taut.train.trainer import Trainer
@@ -228,7 +228,8 @@ class Session:
     def inputs(self) -> Inputs:
         inputs = inputs_of(self.run, self.language, self.stops, self.train, self.eval)
         self.run, decisions = decide_recomputation(self.run, inputs, self.ranks)
-        return replace(inputs, decisions=[*inputs.decisions, *decisions])
+        self.run, cadences = decide_cadences(self.run)
+        return replace(inputs, decisions=[*inputs.decisions, *decisions, *cadences])
 
     # -- model
 

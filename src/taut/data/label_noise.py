@@ -63,7 +63,7 @@ CONFIDENT = 0.8
 """Smallest probability from which on a pair is suspected."""
 NOTABLE, ALARMING, LEAST_SUSPECTS = 0.05, 0.15, 20
 """Thresholds of the rate's low end, and of the number of suspects. Published sets whose rule is a matter of style have
-up to 11% of exceptions to it, which look like flips (docs/flips.md): worth a note, no reason to stop."""
+up to 11% of exceptions to it, which look like flips (docs/preference.md): worth a note, no reason to stop."""
 
 Matrix = NDArray[np.float32]
 

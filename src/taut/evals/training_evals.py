@@ -496,7 +496,7 @@ def held_out(
 def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
     """The evaluation that measures ``metric``. Raises ConfigError where none does, or only at the end."""
     chosen = next((evaluation for evaluation in evaluations if metric in evaluation.names), None)
-    if chosen is not None and chosen.cadence.every:
+    if chosen is not None and chosen.cadence.recurs:
         return chosen
     names = [name for evaluation in evaluations for name in evaluation.names]
     fault = (
@@ -505,8 +505,8 @@ def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
     )
     if chosen is not None:
         fault = (
-            f"eval.best={metric} and {chosen.key}=0: it is measured at the end only, when the best is model/; expected "
-            f"several evaluations; set {chosen.key}"
+            f"eval.best={metric} and {chosen.key}={chosen.cadence.every}: it is measured at the end only, when the "
+            f"best is model/; expected several evaluations; set {chosen.key}"
         )
     raise ConfigError(fault, code=f"eval.best/{chosen.key}" if chosen is not None else "eval.best")
 

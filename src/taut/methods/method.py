@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field
 
@@ -226,7 +226,7 @@ class RunConfig:
     overwrite: bool = False
     """Replace the run in out."""
     hooks: list[OwnCode] = field(default_factory=list)
-    """Objects of your own that get every event and may end the run, FILE.py:Class each (docs/reports.md)."""
+    """Objects of your own that get every event and may end the run, FILE.py:Class each (docs/runs.md)."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
@@ -265,7 +265,7 @@ class RunConfig:
         data.streaming=true[is_stream] excludes eval.every=1epoch[counts_epochs]
             eval.answers.every=1epoch[counts_epochs] checkpoint.every=1epoch[counts_epochs]: a stream has no epochs
         eval.stop_after needs data.eval eval.answers.data: there is nothing to measure it on
-        eval.every needs data.eval: there is nothing to evaluate
+        eval.every=1epoch[is_repeated] needs data.eval: there is nothing to evaluate
         data.streaming=true[is_stream] excludes method[generates]: all prompts are read before the first step
         data.streaming=true[is_stream] excludes batch.group_prefixes=true: all rows are compared with each other
         data.streaming=true[is_stream] excludes batch.tokens_per_step: it needs the lengths of all rows
@@ -281,6 +281,12 @@ class RunConfig:
             why, remedy = f"this is {self.command()}", f"give the run to {command_of(self.method)}"
             remedy = f"expected {type(self).method}; {remedy}, or leave `method` out"
             raise conflict(self, "method", why, remedy)
+
+    def amended(self, **changes: Any) -> Self:
+        """The run with other values of keys; what was made of it already, such as what it has read, stays."""
+        run = replace(self, **changes)
+        vars(run).update({key: made for key, made in vars(self).items() if key not in vars(run)})
+        return run
 
     @classmethod
     def command(cls) -> str:

@@ -82,8 +82,8 @@ class OnlineMethod(RunConfig):
         return False
 
     rules: ClassVar[str] = """
-        eval.every unread: there is no held-out loss of what is generated; expected held-out answers; set
-            `eval.answers.every`
+        eval.every=1epoch[is_repeated] unread: there is no held-out loss of what is generated; expected held-out
+            answers; set `eval.answers.every`
         rollout.dynamic_sampling_rounds excludes rollout.n=1: a single answer has none that its reward could differ
             from; expected `rollout.n` of 2 or more; raise it, or leave `rollout.dynamic_sampling_rounds` out
         rollout.difficulty_filter needs rewards[is_judged]

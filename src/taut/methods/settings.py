@@ -40,8 +40,9 @@ class MayChange(NamedTuple):
 class EvalConfig(Repeated):
     """Evaluation during training. The end of a run is always evaluated as well."""
 
-    every: Every = 0
-    """Steps between evaluations, or a text: 0.5 epochs, 30 minutes; 0 evaluates only at the end."""
+    every: Every | None = None
+    """Steps between evaluations, or a text: 0.5 epochs, 30 minutes; 0 evaluates only at the end. Default: 1 epoch where
+    there are held-out rows."""
     best: str | None = None
     """Keep the best model so far in out/best, by this metric: loss, stopped, the name of a reward or of one of metrics,
     NAME_pass_K, or for data with judged answers rewards/accuracy, rewards/margin, accuracy, score/margin."""
@@ -53,7 +54,7 @@ class EvalConfig(Repeated):
 
     rules: ClassVar[str] = """
         stop_after needs best: it is the value of which one has to be better
-        stop_after needs every answers.every: nothing is measured before the end
+        stop_after excludes every=0 where answers.every=0: nothing is measured before the end
         stop_after excludes every=10minutes[counts_minutes] answers.every=10minutes[counts_minutes]: the step at which
             the run ends would depend on the speed of the machine
     """

@@ -6,7 +6,6 @@ fits alone one after the other until they fit together. A new setting is a row o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -107,9 +106,7 @@ def decide_recomputation(
     if how is None:
         decision = ranks.gather(_decide(run, inputs, ranks))[0]
         how = decision.value == "true"
-    decided = dataclasses.replace(run, activation_checkpointing=how)
-    vars(decided).update({key: made for key, made in vars(run).items() if key not in vars(decided)})
-    return decided, [decision]
+    return run.amended(activation_checkpointing=how), [decision]
 
 
 def recomputation(

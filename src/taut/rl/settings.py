@@ -417,7 +417,7 @@ class CriticConfig:
     """For kind=shared: do not train the policy's weights with the critic's loss."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """The highest learning rate of the critic, on the policy's schedule. None: optim.learning_rate if that is set, else
-    1e-5, or 1e-4 with lora_rank (docs/hyperparameters.md)."""
+    1e-5, or 1e-4 with lora_rank (docs/models.md)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Number of first steps in which only the critic learns: the policy's learning rate is 0."""
 

@@ -205,7 +205,7 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) ->
         rest = f"; and {more} more" if more > 0 else ""
         raise ConfigError(
             f"resume=true: {where} belongs to another run: {'; '.join(result.refused[:SHOWN])}{rest}; resume with "
-            "what it was started with (docs/resume.md lists what may change), or start again in another out"
+            "what it was started with (docs/runs.md lists what may change), or start again in another out"
         )
     return result
 

@@ -59,7 +59,7 @@ from taut.run.inputs import load_inputs
 from taut.run.origin import origin
 from taut.run.reference_cache import keep_reference
 from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
-from taut.run.setup import Built, build
+from taut.run.setup import Built, build, decide_cadences
 from taut.run.start import Start, begin, look
 from taut.train import distributed
 from taut.train.cadence import Cadence
@@ -170,7 +170,8 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
             if isinstance(inputs.train, StreamDataset):
                 opened.callback(inputs.train.stream.reader.close)
             run, decisions = advisers.decide(run, inputs, ranks, before)
-            inputs.decisions.extend(decisions)
+            run, cadences = decide_cadences(run)
+            inputs.decisions.extend([*decisions, *cadences])
             start = look(run, out, before, inputs, ranks)
 
             if start.finished is not None:
@@ -230,7 +231,9 @@ def prepare_evaluations(built: Built, out: Path) -> Evaluations:
             code="eval.metrics/data.eval",
         )
     if inputs.eval is not None and not run.generates:
-        measures.append(held_out(run.rows_of(inputs.eval), run.eval.every, trainer, of_samples))
+        measures.append(
+            held_out(run.rows_of(inputs.eval), run.eval.every or 0, trainer, of_samples)
+        )
 
     # rewards of answers to held-out prompts
     if run.has_scalar_head and (run.eval.answers.rewards or of_answers):
@@ -365,7 +368,7 @@ def build_checkpoints(prepared: Prepared) -> Checkpoints:
     return Checkpoints(
         folder=prepared.lock.out / CHECKPOINTS,
         config=built.run.checkpoint,
-        is_due=Cadence(built.run.checkpoint.every, trainer).is_due,
+        is_due=Cadence(built.run.checkpoint.every or 0, trainer).is_due,
         scorer=built.scorer,
         optimizer=trainer.optimizer,
         num_steps=trainer.num_steps,

@@ -71,6 +71,8 @@ from taut.train.utilization import Meter
 
 ALONE_TOKENS = 1024
 """Tokens of the first step that are also run one sample at a time."""
+CHECKPOINT_EVERY, EVAL_EVERY = "15 minutes", "1 epoch"
+"""Where the user says nothing."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,22 @@ def build(
 
 
 # -- models
+
+
+def decide_cadences(run: RunConfig) -> tuple[RunConfig, list[Decision]]:
+    """The run with ``eval.every`` and ``checkpoint.every`` set, where they are not, and the decisions."""
+    decisions: list[Decision] = []
+    if run.checkpoint.every is None:
+        run = run.amended(checkpoint=replace(run.checkpoint, every=CHECKPOINT_EVERY))
+        reason = "so much is lost at most where a machine dies"
+        decisions.append(Decision("checkpoint.every", CHECKPOINT_EVERY, reason))
+    if run.eval.every is None:
+        is_measured = bool(run.data.eval) and not run.generates and not run.data.is_stream
+        every = EVAL_EVERY if is_measured else 0
+        run = run.amended(eval=replace(run.eval, every=every))
+        if is_measured:
+            decisions.append(Decision("eval.every", EVAL_EVERY, "there are held-out rows"))
+    return run, decisions
 
 
 def use_cpu_matmul(

@@ -37,6 +37,15 @@ class Cadence:
         number, self._unit = read_cadence(self.every)
         self._number = Fraction(number)
 
+    @property
+    def recurs(self) -> bool:
+        """Whether it is meant to be due before the last step."""
+        source = self.trainer.source
+        if self._unit == "epoch":
+            before_last = source.cursor(self.trainer.num_steps - 1).samples
+            return before_last >= self._number * source.epoch_size
+        return self._number > 0
+
     def is_due(self, step: int) -> bool:
         """Whether it is due after a step. Every rank asks after each step."""
         if self._unit == "step":

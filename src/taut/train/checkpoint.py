@@ -167,7 +167,7 @@ class Checkpoints:
                     "checkpoint.every=0"
                 )
         saves_while_training = keep_best or self.config.saves_before(self.num_steps)
-        if self.config.background and saves_while_training:
+        if self.config.background and saves_while_training and not self.config.counts_minutes:
             self._room = self._thread.submit(sharded.allocate, state)
 
     def __call__(self, step: int) -> None:
@@ -209,6 +209,9 @@ class Checkpoints:
         self.ranks.doing(f"saving {final.name}")
         self.sync_records()
         state = sharded.training_state(self.scorer, self.optimizer)
+        if self.config.background and self.config.counts_minutes and not self.is_end(step):
+            # a run that is over before takes no memory for them
+            self._room = self._room or self._thread.submit(sharded.allocate, state)
         if self._room is not None:
             ready, self._room = self._room, None
             room = require_room(ready.result, f"checkpoint of step {step}", ROOMIER)

@@ -27,7 +27,7 @@ class OptimConfig:
     and a critic. Not with LoRA."""
     learning_rate: Positive | None = None
     """Peak learning rate, reached at the end of the warm-up. None: the method's default for full fine-tuning or LoRA
-    (docs/hyperparameters.md)."""
+    (docs/models.md)."""
     group_learning_rates: dict[str, Positive] = field(default_factory=dict)
     """Peak learning rates of parts of the model, on the same schedule: vision_tower, projector, language_model, or a
     pattern as in ``freeze``. Other parameters use ``learning_rate``.
@@ -94,25 +94,31 @@ class Pace(NamedTuple):
 class Repeated:
     """What sections with a key ``every`` say of it."""
 
-    every: Every
+    every: Every | None
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the user asks for more than what is done at the end."""
+        return bool(self.every)
 
     @property
     def counts_epochs(self) -> bool:
         """Whether ``every`` is in epochs."""
-        return read_cadence(self.every)[1] == "epoch"
+        return read_cadence(self.every or 0)[1] == "epoch"
 
     @property
     def counts_minutes(self) -> bool:
         """Whether ``every`` is in minutes."""
-        return read_cadence(self.every)[1] == "minute"
+        return read_cadence(self.every or 0)[1] == "minute"
 
 
 @configclass
 class CheckpointConfig(Repeated):
     """When training state is saved. An interrupted run saves it in any case."""
 
-    every: Every = 500
-    """Steps between checkpoints, or a text: 30 minutes, 0.5 epochs. One more follows the last step. 0 disables both."""
+    every: Every | None = None
+    """Steps between checkpoints, or a text: 30 minutes, 0.5 epochs. One more follows the last step. 0 disables both.
+    Default: 15 minutes."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
@@ -125,13 +131,13 @@ class CheckpointConfig(Repeated):
     def max_count(self, num_steps: int) -> int:
         """Most checkpoints at a time, including the one being written."""
         count = self.keep + self.keep_best + 1
-        if isinstance(self.every, str) or not self.every:
+        if not isinstance(self.every, int) or not self.every:
             return count
         return min(count, -(-num_steps // self.every))
 
     def saves_before(self, num_steps: int | None) -> bool:
         """Whether a checkpoint may be due before the last step. None: an unknown number of steps."""
-        return isinstance(self.every, str) or 0 < self.every < (num_steps or self.every + 1)
+        return not isinstance(self.every, int) or 0 < self.every < (num_steps or self.every + 1)
 
 
 @configclass
@@ -221,7 +227,7 @@ class LogConfig:
     trackio: str | None = None
     """trackio project to report to; needs the extra trackio."""
     sinks: list[Code] = field(default_factory=list)
-    """Reports of your own, FILE.py:Class each (docs/reports.md)."""
+    """Reports of your own, FILE.py:Class each (docs/runs.md)."""
     tokens: TokenRecordConfig = field(default_factory=TokenRecordConfig)
     rollouts: RolloutRecordConfig = field(default_factory=RolloutRecordConfig)
 

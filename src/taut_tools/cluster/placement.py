@@ -100,8 +100,8 @@ def connect(address: str | None, ranks: Ranks, kinds: Sequence[Servers]) -> None
                 f"{where}: {text}; expected the same versions; start the cluster from this environment"
             ) from error
         raise ClusterError(
-            f"{where}: found none ({text[:200]}); expected a running cluster; run ray start --head (docs/ray.md), or "
-            f"set address={LOCAL} for this machine alone"
+            f"{where}: found none ({text[:200]}); expected a running cluster; run ray start --head (docs/cluster.md), "
+            f"or set address={LOCAL} for this machine alone"
         ) from error
 
 
@@ -250,7 +250,7 @@ def require_fit(expected: Expected, ranks: Ranks, kinds: Sequence[Servers]) -> N
         except GetTimeoutError:
             raise ClusterError(
                 f"node {name} has not answered for {ANSWERING:.0f} s; expected one that is alive; mend it, or launch "
-                "again once Ray has noticed its end (docs/ray.md)"
+                "again once Ray has noticed its end (docs/cluster.md)"
             ) from None
         except RayError as error:
             cause = " ".join(str(error).split())[-200:]

@@ -4,7 +4,7 @@
     runs.answer("runs")
     runs.answer("run/grpo/rollouts?step=12")
 
-A question is a path with parameters; docs/page.md lists them. A run has the name that ``find_runs`` gives it: no part
+A question is a path with parameters; docs/runs.md lists them. A run has the name that ``find_runs`` gives it: no part
 of a question is ever a path on the disk. Every answer is bounded: ``num_left`` counts the entries that a list leaves
 out.
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 import pytest
 from pydantic import Field
-from tests.docs.pages import config_page, rates_page
+from tests.docs.pages import config_page, models_page
 from tests.helpers.chat_runs import QUIET, chats, column, save_model, words_of, write_rows
 
 import taut
@@ -145,4 +145,4 @@ def test_it_is_in_the_library_and_the_pages() -> None:
     )
     page = config_page()
     assert "\n## toy: `taut toy`\n" in page and "| `toy.q` | number | 0.5 |" in page
-    assert "| `taut toy` | 3e-05 | 0.0003 | nobody |" in rates_page()
+    assert "| `taut toy` | 3e-05 | 0.0003 | nobody |" in models_page()

@@ -108,6 +108,6 @@ def carry_reports(draft: Draft) -> None:
     if others:
         key = draft.given["report_to"].key if "report_to" in draft.given else ""
         before = draft.outcomes.pop(key, None)
-        why = f"{', '.join(others)}: a class of your own, log.sinks (docs/reports.md)"
+        why = f"{', '.join(others)}: a class of your own, log.sinks (docs/runs.md)"
         keys = before.keys if before is not None else ()
         draft.machine("; ".join([*keys, why]), "report_to")

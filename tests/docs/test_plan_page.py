@@ -1,4 +1,4 @@
-"""docs/large.md: its numbers are what ``taut plan`` prints, and its first recipe is one that runs."""
+"""docs/plan.md: its numbers are what ``taut plan`` prints, and its first recipe is one that runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from taut.commands.plan import Way, plan
 from taut.commands.settings import Plan
 from taut.config import load
 
-PAGE = (Path(__file__).parents[2] / "docs" / "large.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 COMMON = re.search(r"each with\s+`([^`]+)`", PAGE)
 ROWS = re.findall(r"^\| (\S+B) \| `([^`]+)` \| (.+) \|$", PAGE, re.MULTILINE)
 
