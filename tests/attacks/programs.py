@@ -1875,7 +1875,7 @@ VERDICT = (
     Trial(check=f"assert solve(2) == {RIGHT!r}"),
 )
 """What is right is outside the program's process; only of a check it stands inside."""
-_INSIDE = "a check is code in the program's own process, and docs/sandbox.md says that such a program can pass it"
+_INSIDE = "a check is code in the program's own process, and docs/environments.md says that such a program can pass it"
 
 
 def faked(name: str, program: str, cheats_checks: str = "") -> None:

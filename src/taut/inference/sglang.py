@@ -194,7 +194,7 @@ class SglangServer(VllmServer):
         except RequestRefused as error:
             raise EngineError(
                 f"{error}; expected to see {folder} under this name and be allowed to read it; set "
-                "rollout.server.sync.folder to a folder that both see (docs/weights.md)"
+                "rollout.server.sync.folder to a folder that both see (docs/serving.md)"
             ) from None
 
     def empty_prefix_cache(self) -> None:

@@ -441,7 +441,7 @@ class VllmServer:
             if result.error is not None:
                 raise EngineError(
                     f"server: it {result.error}; expected to see and read what was written there; set "
-                    "rollout.server.sync.folder to a folder that both see and it may read (docs/weights.md)"
+                    "rollout.server.sync.folder to a folder that both see and it may read (docs/serving.md)"
                 )
 
     def checksums(self, names: Sequence[str]) -> list[list[ParameterReport]] | None:
@@ -457,7 +457,7 @@ class VllmServer:
             if not self.serves(name):
                 raise RequestRefused(
                     f"{error} (expected to see and read {folder} to load it; set rollout.server.sync.folder to a "
-                    "folder that both see and it may read; docs/weights.md)"
+                    "folder that both see and it may read; docs/serving.md)"
                 ) from None
 
     def unload_adapter(self, name: str) -> None:

@@ -684,10 +684,10 @@ def how_to_start(name: str, backend: str | None = None) -> str:
     serve = f"vllm serve DIR --served-model-name {name} {PROCESSED} --host 127.0.0.1"
     if backend is not None:
         variables, option = options(backend)
-        return f"start it with {variables}{_full_weights()} {serve} {EXTENSION} {option} (docs/weights.md)"
+        return f"start it with {variables}{_full_weights()} {serve} {EXTENSION} {option} (docs/serving.md)"
     return (
         f"start it with {_full_weights()} {serve} {EXTENSION}; for adapters alone {LOADS_ADAPTERS} {serve} "
-        f"{adapters_of('RANK')} (docs/weights.md)"
+        f"{adapters_of('RANK')} (docs/serving.md)"
     )
 
 

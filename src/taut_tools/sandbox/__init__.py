@@ -20,7 +20,7 @@ remote            runs programs at a service instead: Piston, E2B, Morph
 code.py           the reward ``code``; python_tests.py and run_tests.py are for tests that are code themselves
 python_tool.py    the tool ``python``
 
-Without a mechanism that works, programs are refused; ``docs/sandbox.md`` has the reasons of the limits.
+Without a mechanism that works, programs are refused; ``docs/environments.md`` says what holds where.
 """
 
 from taut.commands.registry import HERE, Command

@@ -18,16 +18,15 @@ ORDER = ("lacking, no run", "lacking", "lacking, same result", "needless", "mach
 INTRODUCTION = """\
 # Recipes of other frameworks
 
+How a recipe of another framework becomes a run of taut, what is carried over and what is not, and which known traps
+the recipe walks into. Nothing of it is run and nothing is downloaded.
+
     taut import trl:run.sh > run.toml       the run of a recipe of TRL, as a file
     taut import train.py > run.toml         the same of a Python script of TRL or transformers
     taut check --recipe trl:run.sh          which known traps it walks into, and the same run as a command
 
 Coming from [TRL](#coming-from-trl), [axolotl](#coming-from-axolotl), [LLaMA-Factory](#coming-from-llama-factory),
 [ms-swift](#coming-from-ms-swift): their options and what becomes of them.
-
-Both commands read recipes of TRL, open-r1, ms-swift with Megatron-SWIFT (`swift:`), OpenRLHF (`openrlhf:`),
-LLaMA-Factory (`llamafactory:`) and axolotl (`axolotl:`). Nothing is run and nothing is downloaded. The base
-installation is enough: without transformers, what only the model's tokenizer can tell is listed as not decided.
 
 A recipe is a YAML or JSON file of settings, the shell script that starts the training, or for TRL the Python script
 that calls the trainer. Without a framework before the file's name, the error says which fits it best.
@@ -42,19 +41,14 @@ that calls the trainer. Without a framework before the file's name, the error sa
 | `llamafactory` | the file of `llamafactory-cli train FILE`; its `dataset_info.json` where it is here |
 | `axolotl` | the file of `axolotl train FILE` |
 
-The following of a script is read: assignments, lists, here-documents, quotes, continued lines, `$NAME`,
-`${NAME:-default}`, `${NAME:=default}`, what `bash -c` runs, and the files of settings it names. Arithmetic over known
-integers is computed (`$(expr 16 / $N)`, `$((16 / N))`). Another value that would have to be computed (`$(nproc)`, `$1`)
-is listed under "Not read", and what depends on it under "Not decided"; nothing is guessed. Options that the framework
-does not have are listed with the nearest one that it has.
+Of a script are read: assignments, lists, here-documents, quotes, continued lines, `$NAME`, `${NAME:-default}`, what
+`bash -c` runs, integer arithmetic, and the files of settings it names. Another value that would have to be computed
+(`$(nproc)`, `$1`) is listed under "Not read", and what depends on it under "Not decided"; nothing is guessed. Options
+that the framework does not have are listed with the nearest one that it has.
 
-Traps belong to releases. Without a word the newest release known is meant, for open-r1 the trl that it pins; another is
-said as `trl==0.18.0:recipe.yaml`. A file of settings that may be for several methods is refused until the method is
-said: `trl.dpo:recipe.yaml`.
-
-Some traps depend on the model: which token its template ends turns with, whether pad is eos, whether layers carry state
-across tokens. They are decided where the model is a directory here or lies in the Hugging Face cache, and are "not
-decided" otherwise. The same holds of the data's first row.
+Traps belong to releases: the newest one known is meant, or one that you name, `trl==0.18.0:recipe.yaml`. A file that
+may be for several methods needs `trl.dpo:recipe.yaml`. Traps that depend on the model or on the data's first row are
+decided where these are on this machine.
 
 | severity | meaning |
 |---|---|
@@ -64,25 +58,25 @@ decided" otherwise. The same holds of the data's first row.
 
 ## Python scripts
 
-A script is read by its calls, and nothing of it is run: SFTTrainer, DPOTrainer, GRPOTrainer and the others of TRL, or
-transformers' Trainer; their configurations, `LoraConfig`, `BitsAndBytesConfig`, `from_pretrained`, `get_peft_model`
-(of Unsloth's FastLanguageModel too), `load_dataset` and `train_test_split`. Options have the line of their argument.
+A script is read by its calls: the trainers of TRL or transformers' Trainer, their configurations, `LoraConfig`,
+`BitsAndBytesConfig`, `from_pretrained`, `get_peft_model` (of Unsloth's FastLanguageModel too), `load_dataset` and
+`train_test_split`.
 
-- **What is known**: literals, names, arithmetic, f-strings, `os.path.join`, `torch.bfloat16`, `**table`, attributes of
-  the script's own classes, and the defaults of argparse and HfArgumentParser, which are listed as assumed.
+- **What is known**: literals, names, arithmetic, f-strings, `os.path.join`, `torch.bfloat16`, `**table`, attributes
+  of the script's own classes, and the defaults of argparse and HfArgumentParser.
 - **What is not**: what other functions return, arguments of functions, variables of loops, names that are assigned
-  under a condition. Each is named with its line and left to you: `# learning_rate = ?  # train.py:17: ...`.
+  under a condition. Each is left to you with its line: `# learning_rate = ?  # train.py:17: ...`.
 - **Data** that `map` or `filter` changes are other rows than those of the hub: save them, and name the file.
 - **Several trainers**: the first is read, the others are listed.
-- **A reward function** of the script is `train.py:NAME`, called as TRL calls it, with two differences: it gets no
-  `completion_ids`, `trainer_state`, `environments`, `log_extra` and `log_metric`, and its file is loaded in the
-  processes that judge. So it has to have an argument `completions`, and the script must train under
-  `if __name__ == "__main__"`. Another function is `own.py:NAME`: lacking, until you move it there.
-- Callbacks, collators that choose targets, and other code of the script are lacking, by their names.
+- **A reward function** is `train.py:NAME`, called as TRL calls it, if it has an argument `completions` and the script
+  trains under `if __name__ == "__main__"`; it gets no `completion_ids`, `trainer_state`, `environments`, `log_extra`
+  and `log_metric`. Another function is `own.py:NAME`: lacking, until you move it there.
+- Callbacks, collators that choose targets, and other code are lacking, by their names.
 
 ## The same run in taut
 
-The file that `taut import` writes has the recipe's line at each key:
+The file that `taut import` writes has the recipe's line at each key, and the framework's own defaults, so that no
+default of taut's takes their place:
 
 ```toml
 [optim]
@@ -90,8 +84,7 @@ learning_rate = 1e-06  # run.sh:24 learning_rate
 weight_decay = 0.1  # what swift does where nothing is set
 ```
 
-The framework's own defaults are in the file too, so that no default of taut's takes their place. Every option of the
-recipe, every environment variable that it sets and every option of its launcher has one outcome:
+Every option, every environment variable that the recipe sets and every option of its launcher has one outcome:
 
 | outcome | meaning |
 |---|---|
@@ -100,44 +93,33 @@ recipe, every environment variable that it sets and every option of its launcher
 | machine | it concerns processes, memory, logs or saving, not what is learned |
 | lacking | taut has nothing of equal meaning, or its value is not known |
 
-An option that the framework does not have is lacking. Where something is lacking that changes what is learned, the exit
-code is 1, each is named, and the file is written with `--force` alone. A method, a task, a tuner, an optimizer or a
-loss that taut does not have is refused by its name: there is no file.
-
-The objective comes first: `trl kto` becomes `taut kto`, `loss_type: simpo` of CPO `taut simpo`, `gkd` with `lmbda: 0`
-`taut distill`, `openrlhf.cli.train_ppo_ray` without a critic `taut grpo`. These become runs:
+Where something is lacking that changes what is learned, the exit code is 1, each is named, and the file is written
+with `--force` alone. A method, a task, a tuner, an optimizer or a loss that taut does not have is refused by its
+name. The objective comes first: `loss_type: simpo` of CPO becomes `taut simpo`, `gkd` with `lmbda: 0` `taut distill`.
+These become runs:
 
 {METHODS}
 
-- **The batch** is a product over the processes. How many there are is read from torchrun, accelerate, deepspeed, the
-  files that they name, `NPROC_PER_NODE`, `NNODES`, `CUDA_VISIBLE_DEVICES` and OpenRLHF's numbers of GPUs. Where the
-  recipe does not say it, the run is for one process, which is listed as assumed; `--processes 8` says it. GRPO counts
-  prompts in taut and completions elsewhere: a step's completions are divided by the size of a group, and refused where
-  that is no whole number.
-- **Packs**: TRL, ms-swift, LLaMA-Factory and axolotl count a packed batch in packs of `max_length` tokens. It becomes
-  `batch.tokens_per_step`, the tokens of all packs of a step. Packs are seldom quite full, so a step here has a few more
-  samples; no sample is cut.
-- **Models** with pictures that taut refuses to open ([vision](vision.md)) are lacking, by their names where they are
-  not here: the run would end before it begins.
-- **Data** keep the names that hubs have for them; ModelScope's become `ms://owner/name`. `NAME#500` is `limit = 500`, a
-  share that is held out is `share`, of rows by their hash. Of `swift/self-cognition`, which has 108 rows, it is a
-  `weight`, `model_name` and `model_author` are its `replace`, and the subsets `qwen3` and `empty_think` its `prepend`
-  and `append`.
-- **Rewards** with names of TRL, open-r1 and ms-swift become [rewards](rewards.md) of taut's. A class that a plugin of
-  ms-swift registers is called unchanged, `plugin.py:CLASS`, and so are OpenRLHF's `FILE.py` and an import path of TRL
-  whose file is here; other functions of the recipe's own are named as `own.py:NAME`, and are lacking until they are in
-  a file.
-- **Dropout** of adapters is in force in GRPO where each answer is trained on once. It is left out where answers are
-  compared; of the frameworks that leave it on there, it is lacking.
+- **The batch** is a product over per-device batch, gradient accumulation and processes, which are read from torchrun,
+  accelerate, deepspeed and the like; else it is for one process, as listed under assumed: `--processes 8` says it.
+  GRPO counts prompts in taut and completions elsewhere.
+- **Packs** become `batch.tokens_per_step`, the tokens of all packs of a step. Packs are seldom quite full, so a step
+  here has a few more samples; no sample is cut.
+- **Models** with pictures that taut refuses to open ([vision](vision.md)) are lacking.
+- **Data** keep the names that hubs have for them; ModelScope's become `ms://owner/name`. `NAME#500` is `limit = 500`,
+  a share that is held out is `share`. `swift/self-cognition` gets a `weight`, and `replace`, `prepend` and `append`.
+- **Rewards** with names of TRL, open-r1 and ms-swift become [rewards](rewards.md) of taut's. A class of a plugin of
+  ms-swift is `plugin.py:CLASS`, unchanged, as are OpenRLHF's `FILE.py` and an import path of TRL whose file is here.
+- **Dropout** of adapters is in force in GRPO where each answer is trained on once, and left out where answers are
+  compared; of frameworks that leave it on there, it is lacking.
 
-Some values only you know. They are comments in the file, `# train = ?`, with the reason: a chat template written into
-the recipe, modules that peft chooses by the model's type where that is not known, a value that a script computes.
-
-Where torch is installed, the classes of the configuration check the file, and the file says so.
+Some values only you know. They are comments in the file, `# train = ?`, with the reason. Where torch is installed,
+the classes of the configuration check the file.
 
 ## JSON
 
-One object. `schema` is `taut.recipe/3`; the number is raised whenever a field changes its meaning or goes.
+`taut check --recipe FILE --json` prints one object. `schema` is `taut.recipe/3`; the number is raised whenever a
+field changes its meaning or goes.
 
 | field | what |
 |---|---|
@@ -164,15 +146,14 @@ One object. `schema` is `taut.recipe/3`; the number is raised whenever a field c
 
 ## An option
 
-The names, the defaults and the outcomes of a framework's options are a file of `src/taut_tools/migrate/frameworks`,
-those of calls in Python `src/taut_tools/migrate/table/python.toml`; what takes arithmetic or several options is in
-`src/taut_tools/migrate/topics`, one file for each topic. `python benchmarks/recipes.py swift:DIR` counts the outcomes
-of the recipes in a directory and compares its reading with bash and PyYAML. `python -m benchmarks.recipes_beside`
-runs recipes by their framework and as they are imported: the first losses are equal to 1e-5
-([benchmarks](benchmarks.md#recipes-beside-their-framework)).
+Names, defaults and outcomes of options are in `src/taut_tools/migrate/frameworks`, calls in Python in
+`src/taut_tools/migrate/table/python.toml`, what takes several options in `src/taut_tools/migrate/topics`.
+`python -m benchmarks.recipes_beside` runs recipes by their framework and as they are imported: the first losses are
+equal to 1e-5 ([benchmarks](benchmarks.md#recipes-beside-their-framework)).
 
-What it counted over the frameworks' own repositories, in November 2026; exact: nothing that changes what is learned is
-left out; offered: what is left out is named; refused: the option that says why there is no such run is named:
+`python benchmarks/recipes.py swift:DIR` counts outcomes of the recipes in a directory. Over the frameworks' own
+repositories, in November 2026; exact: nothing that changes what is learned is left out; offered: what is left out is
+named; refused: the option that says why there is no such run is named:
 
 | | recipes | exact | offered | refused |
 |---|---|---|---|---|
@@ -183,14 +164,14 @@ left out; offered: what is left out is named; refused: the option that says why 
 | LLaMA-Factory | 105 | 35 | 28 | 40, and 2 files of data |
 | axolotl | 327 | 85 | 198 | 41, and 3 files that are no recipes |
 
-What is most often lacking of axolotl's are prompts that it writes itself (`type: alpaca` and the like, 108):
-taut takes the model's chat template. Models whose pictures taut does not read count as offered.
+Most often lacking of axolotl's are prompts that it writes itself (`type: alpaca` and the like, 108): taut takes the
+model's chat template. Models whose pictures taut does not read count as offered.
 
 ## A new trap
 
 One entry in `src/taut_tools/migrate/table`, with a recipe that walks in and the change that makes it clear; the tests
-take both from there. `src/taut_tools/migrate/traps.py` says how its condition is written and what the fields mean,
-`src/taut_tools/migrate/facts.py` what it may ask beyond the settings.
+take both from there. `src/taut_tools/migrate/traps.py` says how its condition is written, and
+`src/taut_tools/migrate/facts.py` what it may ask.
 
 """
 

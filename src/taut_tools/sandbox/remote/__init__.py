@@ -3,7 +3,7 @@
     remote = open_remote(Remote(service="piston", addresses=("http://127.0.0.1:2000/api/v2",)), Limits())
     remote.run("print(1 + 1)", [Trial()])
 
-``docs/sandbox.md`` lists the requests to each service, and the limits that hold there.
+``docs/environments.md`` says what is sent to each service, and which limits hold there.
 """
 
 from __future__ import annotations

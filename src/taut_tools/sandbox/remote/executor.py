@@ -112,7 +112,7 @@ class RemoteSandbox:
             result = f"printed {len(ran.stdout)} characters"
         raise SandboxError(
             f"{self._name} was sent a known program that prints {size} characters; it {result}; expected all; raise "
-            "the service's own limits (docs/sandbox.md), or lower limits.output_kb"
+            "the service's own limits (docs/environments.md), or lower limits.output_kb"
         )
 
     def close(self) -> None:

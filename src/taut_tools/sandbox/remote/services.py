@@ -119,7 +119,7 @@ class Client:
             raise SandboxError(
                 f"{message}; expected a program with its test to be accepted; raise the service's limit for requests"
             )
-        raise SandboxError(f"{message}; expected the request to be accepted; see docs/sandbox.md")
+        raise SandboxError(f"{message}; expected it to be accepted; see docs/environments.md")
 
 
 def parsed(body: bytes, url: str) -> Any:
