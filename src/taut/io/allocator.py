@@ -6,8 +6,8 @@ activations, and every page that comes back is cleared by the kernel at its firs
 Kept without end, a heap grows from step to step: each has blocks of other lengths, for which the holes of the last one
 do not fit. So ``give_back_surplus``, asked before each step, gives the free pages back once the process holds a tenth
 more than a step needs. That takes some tenths of a second, and the next step clears its pages again; what it then holds
-is what it needs. oneDNN, which computes bfloat16 products, keeps half a megabyte for every shape that it has met:
-``bound_kernel_cache`` says how many.
+is what it needs. oneDNN, which computes bfloat16 products, keeps a third of a megabyte for every shape that it has met,
+and torch's own cache of its kernels as much again: ``bound_kernel_cache`` says how many.
 
 What it takes for a large block grows, to 32 MiB, as such blocks are freed. Smaller ones are cut from a heap that goes
 back from its end only, and reading a model that is quantized here fills it with holes: a rank that kept 0.5 GiB of a
@@ -54,6 +54,9 @@ USER_SETTINGS = (
 )
 """Environment variables with which users choose for themselves; they are left alone."""
 
+KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Environment variables that bound the kernels of oneDNN, and those that torch keeps of them (ideep)."""
+
 
 @contextmanager
 def keep_freed_memory() -> Iterator[None]:
@@ -91,10 +94,11 @@ def resident_bytes() -> int | None:
 
 
 def bound_kernel_cache() -> None:
-    """Let oneDNN keep the kernels of the shapes of a few micro-batches (of itself: 1,024), for a torch that is not
-    imported yet, unless the user has said how many.
+    """Let oneDNN, and what torch keeps of it, hold the kernels of the shapes of a few micro-batches (of themselves: 1,024
+    each), for a torch that is not imported yet, unless the user has said how many.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    for variable in KERNEL_CACHES:
+        os.environ.setdefault(variable, "64")
 
 
 @contextmanager
