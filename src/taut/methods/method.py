@@ -33,7 +33,7 @@ from taut.config import (
     user_path,
 )
 from taut.conflicts import conflict
-from taut.data.settings import BatchConfig, DataConfig, Kind, Split
+from taut.data.settings import BatchConfig, DataConfig, Kind, Split, named_sources
 from taut.errors import ConfigError
 from taut.evals.settings import AnswersConfig, ContractConfig, StopCheckConfig
 from taut.inference.settings import Sampling
@@ -351,6 +351,7 @@ class RunConfig:
         only looks at the data.
         """
         from taut.data.dataset import load_dataset
+        from taut.data.growing import FIRST_ROWS, RunNeeds
         from taut.data.store.top_logprobs import WithTeacher, read_top_logprobs
         from taut.data.stream import Recording, open_stream
 
@@ -372,6 +373,9 @@ class RunConfig:
             )
         key = "top_logprobs" if split == "train" else "eval_top_logprobs"
         file = getattr(self.models().teacher, key, None)
+        growing = None
+        if split == "train" and ranks is not None:
+            growing = RunNeeds(language.num_rows, self.why_all_rows(language.config))
         data = load_dataset(
             self.data,
             split,
@@ -379,12 +383,37 @@ class RunConfig:
             longest,
             kind=kind,
             looks_again=looks_again,
-            first_rows=None if file else first_rows,
+            first_rows=None if file else FIRST_ROWS if growing else first_rows,
+            growing=growing,
         )
         if file is None:
             return data
         path = user_path(file, f"distill.{key}")
         return WithTeacher(data, read_top_logprobs(path, data, language.num_rows))
+
+    def why_all_rows(self, config: PreTrainedConfig) -> str:
+        """Why a run has to read all rows before its first step; empty if it need not (``data/growing.py``)."""
+        from taut.models.architecture import length_dependent_rope_of
+
+        data, batch = self.data, self.batch
+        leaving_out = {
+            "too_long": data.too_long,
+            "without_targets": data.without_targets,
+            "empty": data.empty,
+        }
+        named = [f"data.{key}={value}" for key, value in leaving_out.items() if value != "error"]
+        reasons = {
+            "a resume compares all rows with those of its checkpoint": self.resume,
+            f"rows are {self.row_kind} data, not one sample each": self.row_kind != "sft",
+            "a mixture counts the samples of each source": len(named_sources(data, "train")) > 1,
+            f"{' '.join(named)} may leave rows out, and the others are counted": bool(named),
+            f"data.min_length={data.min_length} may leave rows out": data.min_length > 0,
+            "batch.tokens_per_step needs the lengths of all rows": batch.tokens_per_step
+            is not None,
+            "batch.group_prefixes compares all rows": batch.group_prefixes,
+            "RoPE depends on the longest row": length_dependent_rope_of(config) is not None,
+        }
+        return "; ".join(reason for reason, holds in reasons.items() if holds)
 
     def rows_of(self, data: Dataset) -> Rows:
         """A data set as the trees that are compared or pooled."""

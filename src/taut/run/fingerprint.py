@@ -30,6 +30,7 @@ from transformers import PreTrainedConfig
 
 from taut.config import fields_of, home_path, to_dict, user_path
 from taut.conflicts import default_of, is_table
+from taut.data.growing import ROWS
 from taut.data.settings import DataConfig, Source
 from taut.data.store.top_logprobs import WithTeacher
 from taut.errors import ConfigError, ModelError, redacted_in
@@ -85,10 +86,7 @@ def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
         "adapter": {path: _hashes(path, "lora.adapter", None, ranks) for path in adapter},
         "tokenizer": inputs.renderer.template.content(),
         "template": _digest(inputs.renderer.template.template or ""),
-        "data": {
-            part.path: {"content": part.shards.digest, "weight": part.weight}
-            for part in inputs.train.parts
-        },
+        "data": identity_of_data(inputs),
         "environment": {
             "torch": torch.__version__,
             "transformers": version("transformers"),
@@ -102,6 +100,23 @@ def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
         **_others(run, inputs, ranks),
     }
     return dict(redacted_in(identity))
+
+
+def identity_of_data(inputs: Inputs) -> dict[str, Any]:
+    """The identity of each source: the digest of its samples; while they are tokenized, of all they depend on."""
+    return {
+        part.path: {"content": part.shards.digest, "weight": part.weight}
+        for part in inputs.train.parts
+    }
+
+
+def with_tokenized(identity: Mapping[str, Any], inputs: Inputs) -> dict[str, Any]:
+    """An identity that was written while rows were tokenized, with the digest of their samples."""
+    data = dict(identity.get("data", {}))
+    for part in inputs.train.parts:
+        if data.get(part.path, {}).get("content") == f"{ROWS}{part.key}":
+            data[part.path] = {**data[part.path], "content": part.shards.digest}
+    return {**identity, "data": data}
 
 
 def cpu_matmul_in(identity: Mapping[str, Any]) -> str | None:

@@ -93,6 +93,8 @@ def load_inputs(
     # what would fail later is refused now
     inputs = inputs_of(run, language, stops, train, held_out)
     inputs.decisions.extend(thread_decisions(ranks.device))
+    if train.tokenized is not None:
+        inputs.decisions.append(train.tokenized)
     size = language.num_rows
     for data in (train, held_out):
         beyond = None if data is None else data.first_id_over(size)
@@ -185,7 +187,7 @@ def inputs_of(
 
 def _taught_ends(train: Dataset) -> list[Decision]:
     """Report how many samples teach the model to stop, unless all do. Raises DataError where none does."""
-    num_ends, num_samples = train.num_ended, len(train)
+    num_ends, num_samples = train.num_ended, train.num_read
     cut = f"{len(train.report.cut):,} were cut before their end"
     if not num_ends:
         raise DataError(

@@ -163,7 +163,7 @@ class ConsoleReport:
                 size = f": {total:,} parameters, {part} trained"
             self._print(f"model  {event['model']}{size}")
         if event.get("data"):
-            self._print(f"data  {event['data']}")
+            self._show_data(event)
         for what in ("dropped", "cut"):
             lines = event.get(what, ())
             for line in lines[:LINES_SHOWN]:
@@ -171,6 +171,9 @@ class ConsoleReport:
             if len(lines) > LINES_SHOWN:
                 more = f"and {len(lines) - LINES_SHOWN:,} more: see events.jsonl"
                 self._print(f"{what}  {more}", "yellow")
+
+    def _show_data(self, event: Event) -> None:
+        self._print(f"data  {event['data']}")
 
     def _show_step(self, event: Event) -> None:
         self._note_time(event)

@@ -31,6 +31,7 @@ from taut.io import files
 Event: TypeAlias = dict[str, Any]
 Kind = Literal[
     "start",
+    "data",
     "check",
     "step",
     "rollout",
