@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.helpers.chat_runs import (
     PLAIN,
+    QUIET,
     chats,
     column,
     decisions,
@@ -23,13 +24,13 @@ from tests.helpers.chat_runs import (
     weights,
     write_rows,
 )
-from tests.helpers.forked_processes import LIMIT, fork, worlds
+from tests.helpers.forked_processes import fork, worlds
 
 import taut
 from taut.data import dataset, growing
 from taut.data.growing import Growing
 
-KEYS: dict[str, Any] = {**PLAIN, "epochs": 2, "checkpoint__every": 4, "seed": 3}
+KEYS: dict[str, Any] = {**PLAIN, "epochs": 2, "checkpoint__every": 4, "seed": 4}
 SAME = ("step", "loss", "grad_norm", "sample_ids", "learning_rate", "num_tokens", "sample_nll")
 
 
@@ -96,9 +97,10 @@ def test_equal_to_rows_that_were_tokenized_before(
     if look is at_once:
         assert not ended
         assert told[0]["data"].startswith("23 rows, 23 samples, ")
-        assert told[0]["sets"][0]["num_tokens"] == events(tmp_path / "before", "start")[0]["sets"][
-            0
-        ]["num_tokens"]
+        assert (
+            told[0]["sets"][0]["num_tokens"]
+            == events(tmp_path / "before", "start")[0]["sets"][0]["num_tokens"]
+        )
 
 
 def test_blank_lines_a_byte_order_mark_and_several_files(
@@ -128,16 +130,16 @@ def test_a_resume_is_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The checkpoint is of a time at which some rows, or all, were tokenized; the resumed run reads all rows first."""
-    keys = {**KEYS, "optim__schedule": "constant"}
+    keys = {**PLAIN, "steps": 8, "seed": 3, "checkpoint__every": 4}
     monkeypatch.setattr(Growing, "is_done", look)
-    parts = sft(model, train, tmp_path / "parts", **{**keys, "epochs": 1}).out
+    parts = sft(model, train, tmp_path / "parts", **{**keys, "steps": 4}).out
     if look is never:
         shutil.rmtree(tmp_path / "cache")
     sft(model, train, parts, **keys, resume=True)
     if look is never:
         reason = "a resume compares all rows with those of its checkpoint"
         assert decisions(parts)["data.tokenized"] == ("before the first step", f"{train}: {reason}")
-    require_equal(parts, before(model, train, tmp_path / "before", **keys).out)
+    require_equal(parts, before(model, train, tmp_path / "before", **keys, epochs=None).out)
 
 
 def test_a_resume_refuses_other_rows(
@@ -152,13 +154,15 @@ def test_a_resume_refuses_other_rows(
         sft(model, rows, tmp_path / "out", **KEYS, resume=True)
 
 
+def chat(answer: str) -> str:
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": messages})
+
+
 FAULTY = {
-    "broken": ('{"messages": [', r"rows.jsonl:24: broken JSON"),
-    "empty": (
-        json.dumps({"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": ""}]}),
-        r"rows.jsonl:24: .* is empty",
-    ),
-    "long": (json.dumps(chats(1, words=900)[0] | {}), r"rows.jsonl:24: \d+ tokens, max_length 200"),
+    "broken": (chat("ran")[:-4], r"rows.jsonl:24: broken JSON"),
+    "empty": (chat(""), r"rows.jsonl:24: .* is empty"),
+    "long": (chat("the cat " * 300), r"rows.jsonl:24: \d+ tokens, max_length 200"),
 }
 
 
@@ -173,20 +177,16 @@ def test_a_refused_row_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     line, expected = FAULTY[fault]
-    if fault == "long":
-        row = chats(1)[0]
-        row["messages"][1]["content"] = "the cat " * 300
-        line = json.dumps(row)
-    rows = tmp_path / "rows.jsonl"
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
     rows.write_text(f"{train.read_text()}{line}\n")
     monkeypatch.setattr(Growing, "is_done", look)
     with pytest.raises(taut.TautError, match=expected):
-        sft(model, rows, tmp_path / "out", **KEYS)
-    # The steps before the row, or before the look, were taken, and their state is kept.
-    taken = column(tmp_path / "out", "step")
-    assert taken[:1] == [1]
-    assert list((tmp_path / "out" / "checkpoints").glob("step-*"))
-    assert not any(f"{rows}:24" in name for names in column(tmp_path / "out", "sample_ids") for name in names)
+        sft(model, rows, out, **KEYS)
+    # With this seed step 4 has the row; the process beside the run finds it during the first step.
+    assert column(out, "step") == ([1, 2, 3] if look is never else [1])
+    (end,) = events(out, "end")
+    assert end["outcome"] == "stopped"
+    assert re.search(expected, end["reason"])
 
 
 def test_a_row_that_is_two_samples_ends_the_run(
@@ -196,8 +196,9 @@ def test_a_row_that_is_two_samples_ends_the_run(
     model = save_model(tmp_path / "model")
     template = tmp_path / "last.jinja"
     template.write_text(
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] if loop.last or "
-        "message['role'] != 'assistant' else '...') + '<|im_end|>\\n' }}{% endfor %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{{ message['content'] if loop.last or message['role'] != 'assistant' else '...' }}{{ '<|im_end|>\\n' }}"
+        "{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
     rows = chats(23)
@@ -206,9 +207,9 @@ def test_a_row_that_is_two_samples_ends_the_run(
     for name, look in {"never": never, "at once": at_once}.items():
         monkeypatch.setattr(Growing, "is_done", look)
         expected = r"rows.jsonl:20: the row makes 2 samples, .*; tokenize the rows first: taut tokenize, with the same"
-        cache = str(tmp_path / f"{name}.cache")
+        keys = {**KEYS, "data__template": str(template)}
+        keys["data__cache"] = str(tmp_path / f"{name}.cache")
         with pytest.raises(taut.DataError, match=expected):
-            keys = {**KEYS, "data__template": str(template), "data__cache": cache}
             sft(model, train, tmp_path / name, **keys)
     # where the first rows have such a one, all are read first
     train = write_rows(tmp_path / "rows.jsonl", [rows[19], *rows])
@@ -222,7 +223,10 @@ def test_a_row_that_is_two_samples_ends_the_run(
 
 WAITING: dict[str, tuple[dict[str, Any], str]] = {
     "dropped": ({"data__too_long": "drop"}, "data.too_long=drop may leave rows out"),
-    "tokens": ({"batch__tokens_per_step": 400, "batch__samples_per_step": 32}, "batch.tokens_per_step needs"),
+    "tokens": (
+        {"batch__tokens_per_step": 400, "batch__samples_per_step": 32},
+        "batch.tokens_per_step needs",
+    ),
     "groups": ({"batch__group_prefixes": True}, "batch.group_prefixes compares all rows"),
     "length": ({"data__min_length": 2}, "data.min_length=2 may leave rows out"),
 }
@@ -241,15 +245,14 @@ def test_the_reason_to_read_all_rows_first_is_recorded(
 
 
 def test_parts_and_mixtures_are_read_first(model: Path, train: Path, tmp_path: Path) -> None:
-    for number, (data, expected) in enumerate(
-        {
-            '[{ path = "%s", share = [0, 0.9] }]': "share, limit, replace, prepend and append",
-            '["%s", { path = "%s", weight = 2 }]': "a mixture counts the samples of each source",
-        }.items()
-    ):
-        keys = {**PLAIN, "steps": 1, "data.cache": str(tmp_path / f"cache{number}")}
-        named = data.replace("%s", str(train))
-        out = sft(model, named, tmp_path / str(number), **keys).out
+    rows = {"path": str(train)}
+    cases: dict[str, list[dict[str, Any]]] = {
+        "share, limit, replace, prepend and append": [{**rows, "share": [0, 0.9]}],
+        "a mixture counts the samples of each source": [rows, {**rows, "weight": 2}],
+    }
+    for number, (expected, sources) in enumerate(cases.items()):
+        keys = {**PLAIN, "steps": 1, "data.train": sources}
+        out = sft(model, train, tmp_path / str(number), **keys).out
         assert expected in decisions(out)["data.tokenized"][1]
 
 
@@ -265,29 +268,39 @@ def test_checks_and_reports_are_of_the_first_rows(
     assert "5 of 23 samples looked at" in found["data.tokens"]["detail"]
 
 
-def _two_ranks(keys: dict[str, Any], look: str, world: dict[str, str]) -> None:
+def test_decisions_are_printed_when_they_are_known(
+    model: Path, train: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that do not depend on the data before these are read; each once."""
+    keys = {**PLAIN, "log__console": True, "steps": 1, "optim__learning_rate": None}
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{\n")
+    with pytest.raises(taut.DataError, match="broken JSON"):
+        sft(model, broken, tmp_path / "refused", **keys)
+    known = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert known == ["optim.learning_rate", "stop"]
+    out = sft(model, train, tmp_path / "out", **keys).out
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert [name for name in names if name in decisions(out)] == list(decisions(out))
+    assert names[:2] == known
+
+
+def _two_ranks(keys: dict[str, Any], look: str, large: int, world: dict[str, str]) -> None:
     os.environ.update(world)
-    dataset.LARGE, growing.FIRST_ROWS = 0, 5
-    looks = {"never": never, "at_once": at_once, "is_done": is_done}
-    Growing.is_done = looks[look]  # type: ignore[method-assign]
+    dataset.LARGE, growing.FIRST_ROWS = large, 5
+    Growing.is_done = {"never": never, "at_once": at_once}[look]  # type: ignore[method-assign]
     taut.sft(**keys)
 
 
 @pytest.mark.parametrize("look", ["never", "at_once"])
-def test_two_ranks_take_the_same_steps(
-    look: str, model: Path, train: Path, tmp_path: Path
-) -> None:
-    keys = {"model": str(model), "data.train": str(train), "device": "cpu", "dtype": "float64"}
-    keys |= {"check": "off", "epochs": 1, "batch.samples_per_step": 6, "stop_check.prompts": 0}  # type: ignore[dict-item]
-    keys |= {"contract.prompts": 0, "log.console": False, "data.max_length": 200, "checkpoint.every": 0}  # type: ignore[dict-item]
-    outs = [tmp_path / "growing", tmp_path / "again"]
-    for out in outs:  # the second finds the rows in the cache
-        given = [({**keys, "out": str(out)}, look, world) for world in worlds(2)]
-        assert fork(_two_ranks, given) == [0, 0], LIMIT
-        if look == "never" and out == outs[0]:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(dataset, "LARGE", 2**40)
-                sft(model, train, tmp_path / "alone", **{**PLAIN, "steps": 1})
-    assert "data.tokenized" in decisions(outs[0])
-    assert "data.tokenized" not in decisions(outs[1])
-    require_equal(*outs)
+def test_two_ranks_take_the_same_steps(look: str, model: Path, train: Path, tmp_path: Path) -> None:
+    keys = {**QUIET, "model": str(model), "data.train": str(train), "check": "off", "epochs": 1}
+    for name, large in (("growing", 0), ("before", 2**40)):
+        keys |= {"out": str(tmp_path / name), "contract.prompts": 0}
+        cache = {"TAUT_CACHE": str(tmp_path / f"{name}.cache")}
+        given = [(keys, look, large, {**world, **cache}) for world in worlds(2)]
+        assert fork(_two_ranks, given) == [0, 0]
+    assert "data.tokenized" in decisions(tmp_path / "growing")
+    assert bool(events(tmp_path / "growing", "data")) == (look == "at_once")
+    assert "data.tokenized" not in decisions(tmp_path / "before")
+    require_equal(tmp_path / "growing", tmp_path / "before")

@@ -378,8 +378,8 @@ class Dataset(Samples):
         return int(self._row_starts[self.parts.index(part)]) + part.shards.row_of(offset)
 
     def expect(self, steps: Iterable[Sequence[int]], *, rows: bool) -> None:
-        """Fetch ahead the remote shards of these samples, or rows, which the next steps read; or tokenize the rows of the
-        first of these steps, where rows are tokenized while training.
+        """Fetch ahead the remote shards of these samples, or rows, which the next steps read. Where rows are tokenized
+        while training, tokenize those of the first of these steps.
         """
         if self.growing is not None:
             self.growing.tokenize(next(iter(steps)))

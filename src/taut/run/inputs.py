@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from datetime import date
 from functools import partial
 
@@ -56,15 +57,18 @@ def load_inputs(
     *,
     trains: bool = False,
     first_rows: int | None = None,
+    tell: Callable[[list[Decision]], object] = list,
 ) -> Inputs:
     """Load tokenizer, template and tokenized data. The writer tokenizes first; the other ranks read its cache.
     ``trains``: whether the run is about to train, and so records the rows that it takes from a stream. ``first_rows``:
-    of large sources that were never read, for a look.
+    of large sources that were never read, for a look. ``tell``: called with the decisions that are known before the data
+    are read.
     """
     # tokenizer and template
     language = load_language(run, day)
     stops = load_stops(run, language)
     renderer = language.renderer.stopping_at(stops.ids)
+    tell(decisions_of(run, language, stops))
 
     # data: the writer fills the cache, then the others read it
     if not ranks.is_writer:
@@ -115,13 +119,9 @@ def load_inputs(
     return inputs
 
 
-def inputs_of(
-    run: RunConfig, language: Language, stops: StopSet, train: Dataset, held_out: Dataset | None
-) -> Inputs:
-    """Join the loaded parts, with the decision behind each."""
-    config, tokenizer, new_ids, renderer = language
-    template, decisions = renderer.template, run.decisions
-    # the model
+def decisions_of(run: RunConfig, language: Language, stops: StopSet) -> list[Decision]:
+    """The decisions that do not depend on the data."""
+    config, template, decisions = language.config, language.renderer.template, run.decisions
     if reason := hub.offline_reason():
         decisions.append(Decision("hub", "cached files only", reason))
     if commit := getattr(config, "_commit_hash", None):
@@ -131,9 +131,17 @@ def inputs_of(
     max_length = run.longest_sample(config)
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
-    # the template, and rows without messages
     decisions += template_decision(run.data.template)
-    decisions.append(Decision("stop", *described(stops, template)))
+    return [*decisions, Decision("stop", *described(stops, template))]
+
+
+def inputs_of(
+    run: RunConfig, language: Language, stops: StopSet, train: Dataset, held_out: Dataset | None
+) -> Inputs:
+    """Join the loaded parts, with the decision behind each."""
+    config, tokenizer, new_ids, renderer = language
+    template, decisions = renderer.template, decisions_of(run, language, stops)
+    # rows without messages
     key, is_templated = "data.apply_chat_template", run.data.apply_chat_template
     num_plain = sum(data.forms["completion"] for data in (train, held_out) if data is not None)
     if is_templated:
@@ -177,7 +185,7 @@ def inputs_of(
         renderer=renderer.stopping_at(stops.ids),
         train=train,
         eval=held_out,
-        max_length=max_length,
+        max_length=run.longest_sample(config),
         new_ids=new_ids,
         stops=stops,
         decisions=decisions,

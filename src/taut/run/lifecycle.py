@@ -165,8 +165,11 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
             if before is not None:
                 run = fingerprint.follow_sources(run, before)
                 day = date.fromisoformat(before["day"]) if "day" in before else None
+            log = RunLog(custom=load_sinks(run.log.sinks))
+            tell = partial(log.decide, out=out, config=run.log) if ranks.is_writer else list
+            tell(run.decisions)
             ranks.doing("reading the data")
-            inputs = load_inputs(run, ranks, day, trains=True)
+            inputs = load_inputs(run, ranks, day, trains=True, tell=tell)
             if isinstance(inputs.train, StreamDataset):
                 opened.callback(inputs.train.stream.reader.close)
             if inputs.train.growing is not None and ranks.is_writer:
@@ -174,6 +177,7 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
                 inputs.train.growing.begin()
             run, decisions = advisers.decide(run, inputs, ranks, before)
             inputs.decisions.extend(decisions)
+            tell(inputs.decisions)
             start = look(run, out, before, inputs, ranks)
 
             if start.finished is not None:
@@ -181,7 +185,6 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
             else:
                 # build: a rank without room for the models raises; the others wait in a barrier, which is no collective
                 suggest = partial(advisers.suggest_settings, run, inputs, ranks)
-                log = RunLog(custom=load_sinks(run.log.sinks))
                 hooks = open_hooks(run.hooks, ranks, out, to_dict(run))
                 ranks.doing("loading the model")
                 built = require_room(
@@ -189,6 +192,7 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
                     f"loading {run.model} on rank {ranks.rank}",
                     partial(suggest, None),
                 )
+                tell(built.decisions)
                 ranks.barrier()
 
                 # check: engine, rewards and evaluations are opened, so that a missing one is refused now
