@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,32 +29,47 @@ from tests.helpers.forked_processes import fork, worlds
 
 import taut
 from taut.data import dataset, growing
-from taut.data.growing import Growing
+from taut.data.growing import GrowingDataset
 
 KEYS: dict[str, Any] = {**PLAIN, "epochs": 2, "checkpoint__every": 4, "seed": 4}
+NOT_COUNTED = "its rows are no whole files of plain JSONL, whose lines are counted, or are not one sample each"
 SAME = ("step", "loss", "grad_norm", "sample_ids", "learning_rate", "num_tokens", "sample_nll")
 
 
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(dataset, "LARGE", 0)
+    monkeypatch.setattr(growing, "LARGE", 0)
     monkeypatch.setattr(growing, "FIRST_ROWS", 5)
     monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "cache"))
 
 
-def never(_: Growing) -> bool:
-    """The process beside the run does not come to its end."""
-    return False
+expect = GrowingDataset.expect
 
 
-def at_once(growing: Growing) -> bool:
-    """A step waits until the process beside the run has come to its end."""
-    while not growing._helper.pipe.poll(1):
-        pass
-    return is_done(growing)
+def never(patch: pytest.MonkeyPatch) -> None:
+    """There is no process beside the run: steps tokenize their rows to the end."""
+    patch.setattr(GrowingDataset, "begin", lambda _: None)
 
 
-is_done = Growing.is_done
+def soon(patch: pytest.MonkeyPatch) -> None:
+    """Step 2 is prepared once the process beside the run has come to its end."""
+    calls: Counter[int] = Counter()
+
+    def waiting(self: GrowingDataset, steps: Any, *, rows: bool) -> None:
+        calls[id(self)] += 1  # step 1 is prepared twice: for what is compared, and to be taken
+        if calls[id(self)] == 3 and self.helper.process is not None:
+            self.helper.pipe.poll(None)
+        expect(self, steps, rows=rows)
+
+    patch.setattr(GrowingDataset, "expect", waiting)
+
+
+def whenever(patch: pytest.MonkeyPatch) -> None:
+    """As it comes."""
+
+
+Look = Callable[[pytest.MonkeyPatch], None]
 
 
 def before(model: Path, train: Path, out: Path, **keys: Any) -> taut.Result:
@@ -73,34 +89,27 @@ def require_equal(left: Path, right: Path) -> None:
     assert largest_difference(weights(left / "model"), weights(right / "model")) == 0.0
 
 
-@pytest.mark.parametrize("look", [never, at_once, is_done], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("look", [never, soon, whenever], ids=lambda it: it.__name__)
 def test_equal_to_rows_that_were_tokenized_before(
-    look: Callable[[Growing], bool],
+    look: Look,
     model: Path,
     train: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Growing, "is_done", look)
+    look(monkeypatch)
     out = sft(model, train, tmp_path / "out", **KEYS).out
     value, reason = decisions(out)["data.tokenized"]
     assert value == "while training"
     assert reason.endswith("each is one sample; a refused row ends the run")
     require_equal(out, before(model, train, tmp_path / "before").out)
-    ended = [event["detail"] for event in events(out, "warning") if event["name"] == "data"]
-    told = events(out, "data")
+    (told,) = [event["data"] for event in events(out, "end")]
     if look is never:
-        assert not told
-        assert ended == [
-            f"{train}: the run ended before all rows were tokenized; those that no step took were not looked at"
-        ]
-    if look is at_once:
-        assert not ended
-        assert told[0]["data"].startswith("23 rows, 23 samples, ")
-        assert (
-            told[0]["sets"][0]["num_tokens"]
-            == events(tmp_path / "before", "start")[0]["sets"][0]["num_tokens"]
-        )
+        expected = ", the last two of the first 5 rows: not all are tokenized"
+        assert told == events(out, "start")[0]["data"]
+        assert told.endswith(expected)
+    if look is soon:
+        assert told == events(tmp_path / "before", "start")[0]["data"]
 
 
 def test_blank_lines_a_byte_order_mark_and_several_files(
@@ -113,7 +122,7 @@ def test_blank_lines_a_byte_order_mark_and_several_files(
         b"\xef\xbb\xbf" + "\n\n  \r\n".join(lines[:11]).encode() + b"\n \n"
     )
     (folder / "b.jsonl").write_bytes(b"\r\n" + "\r\n".join(lines[11:]).encode())
-    monkeypatch.setattr(Growing, "is_done", never)
+    never(monkeypatch)
     out = sft(model, folder, tmp_path / "out", **KEYS).out
     require_equal(out, before(model, folder, tmp_path / "before").out)
     named = {name for step in column(out, "sample_ids") for name in step}
@@ -121,9 +130,9 @@ def test_blank_lines_a_byte_order_mark_and_several_files(
     assert f"{folder}/b.jsonl:2" in named
 
 
-@pytest.mark.parametrize("look", [never, at_once], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("look", [never, soon], ids=lambda it: it.__name__)
 def test_a_resume_is_exact(
-    look: Callable[[Growing], bool],
+    look: Look,
     model: Path,
     train: Path,
     tmp_path: Path,
@@ -131,7 +140,7 @@ def test_a_resume_is_exact(
 ) -> None:
     """The checkpoint is of a time at which some rows, or all, were tokenized; the resumed run reads all rows first."""
     keys = {**PLAIN, "steps": 8, "seed": 3, "checkpoint__every": 4}
-    monkeypatch.setattr(Growing, "is_done", look)
+    look(monkeypatch)
     parts = sft(model, train, tmp_path / "parts", **{**keys, "steps": 4}).out
     if look is never:
         shutil.rmtree(tmp_path / "cache")
@@ -147,7 +156,7 @@ def test_a_resume_refuses_other_rows(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     shutil.copy(train, rows)
-    monkeypatch.setattr(Growing, "is_done", never)
+    never(monkeypatch)
     sft(model, rows, tmp_path / "out", **{**KEYS, "epochs": 1})
     write_rows(rows, chats(23, seed=8))
     with pytest.raises(taut.ConfigError, match="belongs to another run: data"):
@@ -166,11 +175,11 @@ FAULTY = {
 }
 
 
-@pytest.mark.parametrize("look", [never, at_once], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("look", [never, soon], ids=lambda it: it.__name__)
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_refused_row_ends_the_run(
     fault: str,
-    look: Callable[[Growing], bool],
+    look: Look,
     model: Path,
     train: Path,
     tmp_path: Path,
@@ -179,7 +188,7 @@ def test_a_refused_row_ends_the_run(
     line, expected = FAULTY[fault]
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
     rows.write_text(f"{train.read_text()}{line}\n")
-    monkeypatch.setattr(Growing, "is_done", look)
+    look(monkeypatch)
     with pytest.raises(taut.TautError, match=expected):
         sft(model, rows, out, **KEYS)
     # With this seed step 4 has the row; the process beside the run finds it during the first step.
@@ -205,30 +214,27 @@ def test_a_row_that_is_two_samples_ends_the_run(
     rows[19]["messages"] += rows[3]["messages"][1:]
     train = write_rows(tmp_path / "rows.jsonl", rows)
     for name, look in {"never": never, "at once": at_once}.items():
-        monkeypatch.setattr(Growing, "is_done", look)
+        look(monkeypatch)
         expected = r"rows.jsonl:20: the row makes 2 samples, .*; tokenize the rows first: taut tokenize, with the same"
         keys = {**KEYS, "data__template": str(template)}
-        keys["data__cache"] = str(tmp_path / f"{name}.cache")
-        with pytest.raises(taut.DataError, match=expected):
-            sft(model, train, tmp_path / name, **keys)
+            keys["data__cache"] = str(tmp_path / f"{name}.cache")
+            with pytest.raises(taut.DataError, match=expected):
+                sft(model, train, tmp_path / name, **keys)
     # where the first rows have such a one, all are read first
     train = write_rows(tmp_path / "rows.jsonl", [rows[19], *rows])
     out = sft(model, train, tmp_path / "out", **KEYS, data__template=str(template)).out
     value, reason = decisions(out)["data.tokenized"]
     assert (value, reason) == (
         "before the first step",
-        f"{train}: a row is not one sample: all rows are read to count them",
+        f"{train}: {NOT_COUNTED}",
     )
 
 
 WAITING: dict[str, tuple[dict[str, Any], str]] = {
-    "dropped": ({"data__too_long": "drop"}, "data.too_long=drop may leave rows out"),
-    "tokens": (
-        {"batch__tokens_per_step": 400, "batch__samples_per_step": 32},
-        "batch.tokens_per_step needs",
-    ),
-    "groups": ({"batch__group_prefixes": True}, "batch.group_prefixes compares all rows"),
-    "length": ({"data__min_length": 2}, "data.min_length=2 may leave rows out"),
+    "dropped": ({"data__too_long": "drop"}, "too_long: rows may be left out, or all are measured"),
+    "length": ({"data__min_length": 2}, "min_length: rows may be left out, or all are measured"),
+    "tokens": ({"batch__tokens_per_step": 400, "batch__samples_per_step": 32}, "tokens_per_step: "),
+    "groups": ({"batch__group_prefixes": True}, "group_prefixes: rows may"),
 }
 
 
@@ -241,14 +247,14 @@ def test_the_reason_to_read_all_rows_first_is_recorded(
     value, reason = decisions(out)["data.tokenized"]
     assert value == "before the first step"
     assert reason.startswith(f"{train}: {expected}")
-    assert not events(out, "data")
+    assert "data" not in events(out, "end")[0]
 
 
 def test_parts_and_mixtures_are_read_first(model: Path, train: Path, tmp_path: Path) -> None:
     rows = {"path": str(train)}
     cases: dict[str, list[dict[str, Any]]] = {
-        "share, limit, replace, prepend and append": [{**rows, "share": [0, 0.9]}],
-        "a mixture counts the samples of each source": [rows, {**rows, "weight": 2}],
+        NOT_COUNTED: [{**rows, "share": [0, 0.9]}],
+        "it is a mixture": [rows, {**rows, "weight": 2}],
     }
     for number, (expected, sources) in enumerate(cases.items()):
         keys = {**PLAIN, "steps": 1, "data.train": sources}
@@ -259,10 +265,11 @@ def test_parts_and_mixtures_are_read_first(model: Path, train: Path, tmp_path: P
 def test_checks_and_reports_are_of_the_first_rows(
     model: Path, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Growing, "is_done", never)
+    never(monkeypatch)
     out = sft(model, train, tmp_path / "out", **{**KEYS, "check": "quick"}).out
     (start,) = events(out, "start")
-    assert start["data"] == "23 rows, tokenized while training; 5 before the first step"
+    assert start["data"].startswith("23 rows, 23 samples, ")
+    assert start["data"].endswith(", the last two of the first 5 rows: not all are tokenized")
     found = {event["name"]: event for event in events(out, "check") if event.get("part")}
     assert found["stop.targets"]["outcome"] == "passed"
     assert "5 of 23 samples looked at" in found["data.tokens"]["detail"]
@@ -287,12 +294,14 @@ def test_decisions_are_printed_when_they_are_known(
 
 def _two_ranks(keys: dict[str, Any], look: str, large: int, world: dict[str, str]) -> None:
     os.environ.update(world)
-    dataset.LARGE, growing.FIRST_ROWS = large, 5
-    Growing.is_done = {"never": never, "at_once": at_once}[look]  # type: ignore[method-assign]
-    taut.sft(**keys)
+    dataset.LARGE = growing.LARGE = large
+    growing.FIRST_ROWS = 5
+    with pytest.MonkeyPatch.context() as patch:
+        {"never": never, "soon": soon}[look](patch)
+        taut.sft(**keys)
 
 
-@pytest.mark.parametrize("look", ["never", "at_once"])
+@pytest.mark.parametrize("look", ["never", "soon"])
 def test_two_ranks_take_the_same_steps(look: str, model: Path, train: Path, tmp_path: Path) -> None:
     keys = {**QUIET, "model": str(model), "data.train": str(train), "check": "off", "epochs": 1}
     for name, large in (("growing", 0), ("before", 2**40)):
@@ -301,6 +310,7 @@ def test_two_ranks_take_the_same_steps(look: str, model: Path, train: Path, tmp_
         given = [(keys, look, large, {**world, **cache}) for world in worlds(2)]
         assert fork(_two_ranks, given) == [0, 0]
     assert "data.tokenized" in decisions(tmp_path / "growing")
-    assert bool(events(tmp_path / "growing", "data")) == (look == "at_once")
+    (told,) = [event["data"] for event in events(tmp_path / "growing", "end")]
+    assert told.endswith("tokenized") == (look == "never")
     assert "data.tokenized" not in decisions(tmp_path / "before")
     require_equal(tmp_path / "growing", tmp_path / "before")

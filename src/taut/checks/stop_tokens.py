@@ -63,9 +63,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     train, stops = session.train, session.stops
     report, number, total = train.report, train.num_ended, train.num_read
     unit = f"of {total:,} samples"
-    num_whole = report.num_rows - len(report.dropped) - len(report.cut)
-    if train.num_read < len(train):  # the first rows alone are tokenized, and each is a sample
-        num_whole = total
+    num_whole = min(total, report.num_rows - len(report.dropped) - len(report.cut))
     if session.run.row_kind != "sft":  # each answer of a row is a sample of its own
         num_whole = total - len(report.cut)
     if not number or 2 * number < num_whole:

@@ -8,7 +8,7 @@ stay there. ``tokenize.py`` makes the shards.
 ``kind`` says how rows judge their answers (``rows/schema.py``). A row whose answers are compared is several samples,
 which stay together (``Dataset.row``).
 
-The rows of a large source may be tokenized while a run trains on them (``growing.py``).
+A large file may be tokenized while a run trains on it (``growing.py``).
 
 Does not shuffle, choose fractions, pack or plan (``batching.py``). Under torchrun let one rank load first.
 """
@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import numpy as np
 
 from taut.config import Decision
-from taut.data.growing import Growing, RunNeeds, Work, reason_to_wait
 from taut.data.read.sources import (
     OpenSource,
     Stamp,
@@ -199,21 +198,19 @@ class DataReport:
     """For each source, whether it came from the cache, and if not the reason."""
     num_pictures: int = 0
     """Distinct images of each source."""
-    num_read: int | None = None
-    """Number of samples that were tokenized, whose tokens and targets are counted; None: all."""
+    note: str = ""
+    """What the numbers are of, if not of all rows."""
 
     @property
     def sizes(self) -> str:
-        sizes = [
+        sizes = (
             ("rows", self.num_rows),
             ("samples", self.num_samples),
             ("tokens", self.num_tokens),
             ("targets", self.num_targets),
-        ]
-        if self.num_read is not None:
-            known = counted(self.num_rows, "rows")
-            return f"{known}, tokenized while training; {self.num_read:,} before the first step"
-        return ", ".join(counted(number, nouns) for nouns, number in sizes) + self.pictures
+        )
+        text = ", ".join(counted(number, nouns) for nouns, number in sizes)
+        return text + self.pictures + self.note
 
     @property
     def pictures(self) -> str:
@@ -343,22 +340,9 @@ class Dataset(Samples):
         return part.sample(offset)
 
     @property
-    def growing(self) -> Growing | None:
-        """The source that is tokenized while a run trains on it, if there is one."""
-        shards = (part.shards for part in self.parts)
-        return next((it for it in shards if isinstance(it, Growing)), None)
-
-    def take_tokenized(self) -> None:
-        """Take the samples of ``growing`` from the cache, now that it has all of them."""
-        if self.growing is not None:
-            self.growing.take()
-            vars(self).pop("lengths", None)
-            self.report = self._report(self.report.decisions, is_cached=False)
-
-    @property
     def num_read(self) -> int:
-        """Number of samples that are tokenized: all, or the first ones of ``growing``."""
-        return sum(it.counts.num_samples for part in self.parts for it in part.shards.summaries)
+        """Number of samples that statistics are of."""
+        return len(self)
 
     @property
     def num_groups(self) -> int:
@@ -378,12 +362,7 @@ class Dataset(Samples):
         return int(self._row_starts[self.parts.index(part)]) + part.shards.row_of(offset)
 
     def expect(self, steps: Iterable[Sequence[int]], *, rows: bool) -> None:
-        """Fetch ahead the remote shards of these samples, or rows, which the next steps read. Where rows are tokenized
-        while training, tokenize those of the first of these steps.
-        """
-        if self.growing is not None:
-            self.growing.tokenize(next(iter(steps)))
-            return
+        """Fetch ahead the remote shards of these samples, or rows, which the next steps read."""
         there = [(number, part) for number, part in enumerate(self.parts) if part.remote]
         if not there:
             return
@@ -552,7 +531,6 @@ class Dataset(Samples):
             is_cached=is_cached,
             decisions=tuple(decisions),
             num_pictures=sum(part.shards.num_pictures for part in self.parts),
-            num_read=None if self.num_read == len(self) else self.num_read,
         )
 
 
@@ -566,12 +544,10 @@ def load_dataset(
     *,
     looks_again: bool = True,
     first_rows: int | None = None,
-    growing: RunNeeds | None = None,
 ) -> Dataset:
     """Load the samples of ``config.train`` or ``config.eval``, from the cache if possible. ``looks_again``: tokenize
     again the sources whose images could not be read, or have changed; false where another process has just done so.
-    ``first_rows``: of a large source that is not in the cache, read so many rows alone. ``growing``: of a run that is
-    about to train, which begins with these where it can (``growing.py``).
+    ``first_rows``: of a large source that is not in the cache, read so many rows alone.
     """
     progress.show(f"reading the data ({split})")
     require_fitting(config, kind)
@@ -579,10 +555,9 @@ def load_dataset(
     named = open_sources(config, split, kind)
     directory = cache_dir or cache.directory_of(config.cache)
     limits = limits_of(config, max_length)
-    settings = settings_of(config, kind, renderer, limits)
+    identity, settings = renderer.identity(), settings_of(config, kind, renderer, limits)
     most_fetched = None if config.fetched_gb is None else int(config.fetched_gb * 1e9)
     parts, decisions, is_cached = [], [], True
-    tokenized: Decision | None = None
     seen_paths, seen_names = Counter[str](), Counter[str]()
     for source, columns, opened, pretokenized in named:
         remote = None
@@ -597,38 +572,33 @@ def load_dataset(
             decisions.append(decision)
         # Shards from the cache; or tokenized now, and kept there.
         else:
-            job = TokenizeJob(opened.path, opened.names, columns, limits, renderer)
-            read = partial(_read_shards, job, directory, config.workers, looks_again)
-            whole, key, found = opened, *_look_up(opened, job, directory)
-            wait = ""
-            if growing is not None:
-                wait = growing.reason_to_wait or reason_to_wait(opened, renderer)
-            is_new = bool(first_rows) and found[0] is None and opened.num_bytes > LARGE
-            if is_new and not wait:
-                # The first rows of a large source: to look at, or to begin to train on.
-                assert first_rows is not None
+            has_images = renderer.image_store is not None
+            key = key_of(opened.digest, columns, limits, identity, has_images=has_images)
+            cached, reason = cache.load(directory, key)
+            if cached is None and first_rows and opened.num_bytes > LARGE:
                 opened = opened.first_look(first_rows)
-                key, found = _look_up(opened, job, directory)
-            shards, reason = read(opened, key, found)
-            if is_new and growing is not None and not wait:
-                opened, (key, found) = whole, _look_up(whole, job, directory)
-                if shards.num_samples != shards.num_rows:
-                    wait = "a row is not one sample: all rows are read to count them"
-                    shards, reason = read(opened, key, found)
-                else:
-                    work = Work(source, opened.digest, job, directory, key, config.workers)
-                    shards, reason = (
-                        Growing(shards, opened, work, growing.num_ids),
-                        "while training",
-                    )
-            if is_new and growing is not None:
-                when = "before the first step" if wait else "while training"
-                why = (
-                    wait
-                    or "its rows are counted, and each is one sample; a refused row ends the run"
+                key = key_of(opened.digest, columns, limits, identity, has_images=has_images)
+                cached, reason = cache.load(directory, key)
+            if cached is not None and looks_again and (reason := cached.stale_reason()):
+                cache.remove(directory, key)
+                cached = None
+            if cached is None:
+                is_cached = False
+                num_workers, why_workers = choose_workers(opened, renderer, config.workers)
+                reason += why_workers
+                job = TokenizeJob(opened.path, opened.names, columns, limits, renderer)
+                make = partial(tokenize_source, job, opened, num_workers)
+                try:
+                    num_finished = cache.save(directory, key, make)
+                except EmptyError as error:
+                    raise _with_count(error, opened, columns, has_images=has_images) from None
+                if num_finished:
+                    reason += f"; the first {num_finished:,} rows by a run that was interrupted"
+                cached, trouble = cache.load(directory, key)
+                assert cached is not None, (
+                    f"a source that was just written cannot be read: {trouble}"
                 )
-                tokenized = Decision("data.tokenized", when, f"{source.path}: {why}")
-            is_cached &= not reason
+            shards = cached
             decisions.append(
                 f"{source.path}: {f'tokenized ({reason})' if reason else 'from the cache'}"
                 + (f"; {opened.taken}" if opened.taken else "")
@@ -662,49 +632,7 @@ def load_dataset(
                 is_first_look=opened.is_first_look,
             )
         )
-    data = Dataset(parts, decisions, is_cached)
-    data.tokenized = tokenized
-    return data
-
-
-def _look_up(
-    opened: OpenSource, job: TokenizeJob, directory: Path
-) -> tuple[str, tuple[Shards | None, str]]:
-    """The name of a source in the cache, and what the cache has (``cache.load``)."""
-    has_images, identity = job.renderer.image_store is not None, job.renderer.identity()
-    key = key_of(opened.digest, job.columns, job.limits, identity, has_images=has_images)
-    return key, cache.load(directory, key)
-
-
-def _read_shards(
-    job: TokenizeJob,
-    directory: Path,
-    workers: int | None,
-    looks_again: bool,
-    opened: OpenSource,
-    key: str,
-    found: tuple[Shards | None, str],
-) -> tuple[Shards, str]:
-    """The shards of a source: those found in the cache; or tokenized now, and the reason."""
-    cached, reason = found
-    if cached is not None and looks_again and (reason := cached.stale_reason()):
-        cache.remove(directory, key)
-        cached = None
-    if cached is not None:
-        return cached, reason
-    num_workers, why_workers = choose_workers(opened, job.renderer, workers)
-    reason += why_workers
-    try:
-        make = partial(tokenize_source, job, opened, num_workers)
-        num_finished = cache.save(directory, key, make)
-    except EmptyError as error:
-        has_images = job.renderer.image_store is not None
-        raise _with_count(error, opened, job.columns, has_images=has_images) from None
-    if num_finished:
-        reason += f"; the first {num_finished:,} rows by a run that was interrupted"
-    cached, trouble = cache.load(directory, key)
-    assert cached is not None, f"a source that was just written cannot be read: {trouble}"
-    return cached, reason
+    return Dataset(parts, decisions, is_cached)
 
 
 def _with_count(

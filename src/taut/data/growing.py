@@ -1,16 +1,17 @@
-"""A source whose rows are tokenized while a run trains on them, so that a large file does not delay its first step.
+"""Rows of a large file that are tokenized while a run trains on them, so that its first step does not wait for them.
 
-The order of samples is drawn over their number (``order.py``), and of such a source each row is one sample. So all that
-has to be known before the first step is the number of rows: the lines of its files are counted. Then
+The order of samples is drawn over their number (``order.py``), and of such a file each row is one sample. So all that
+has to be known before the first step is the number of rows: lines are counted. Then
 
-    a row that a step takes     is tokenized when it is taken, by every rank for itself
-    all rows, in their order    are tokenized by a process beside the run, which fills the cache
+    the rows that a step takes    are tokenized when it is prepared, by every rank for itself
+    all rows, in their order      are tokenized by a process beside the run, which fills the cache
 
 and once the cache has them, samples come from there. Samples, their ids, their order and the steps are those of rows
 that were tokenized before. What is decided, checked and told of the data before the first step is of the first rows.
 
-A row that is refused ends the run: when a step takes it, or when the process beside it comes to it. So does a row that
-is not one sample, since the order counts on that. ``reason_to_wait`` names the sources that are tokenized first.
+A row that is refused ends the run: when a step takes it, or when the process beside the run comes to it. So does a row
+that is not one sample, since the order counts on that. If that process is killed, steps tokenize their rows to the end.
+Which runs and sources wait for all rows instead, and why, is a decision: ``RunConfig.why_all_rows``, ``load_growing``.
 """
 
 from __future__ import annotations
@@ -18,92 +19,69 @@ from __future__ import annotations
 import os
 import pickle
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
+from taut.config import Decision
+from taut.data import dataset
 from taut.data.read import formats
-from taut.data.read.sources import IN_FILE, OpenSource, open_source
+from taut.data.read.sources import IN_FILE, OpenSource
 from taut.data.render.render import Renderer
-from taut.data.settings import Source
+from taut.data.settings import DataConfig
 from taut.data.store import cache
 from taut.data.store.shards import Shard, Shards
-from taut.data.tokenize import (
-    ENVIRONMENT,
-    TokenizeJob,
-    WorkerDied,
-    choose_workers,
-    tokenize_records,
-    tokenize_source,
-)
+from taut.data.tokenize import ENVIRONMENT, LARGE, TokenizeJob, tokenize_records
 from taut.errors import DataError, TautError
 from taut.io import limited_call
-from taut.io.worker_process import Helper, begin, how_it_ended
+from taut.io.worker_process import Helper, begin
 
 FIRST_ROWS = 500
 """Rows that are read before the first step, and by ``taut show``."""
 ROWS = "rows "
-"""Before the key of a source, as the digest of samples that are not all tokenized."""
+"""Before the key of a source, in place of the digest of samples that are not all tokenized."""
 COMMAND = "from taut.data.growing import serve; serve({}, {})"
-MOST_TAKEN = 4096
-"""Rows of steps that are kept, about."""
 NICE = 5
 """By how much the process beside the run gives way to it."""
-REMEDY = "tokenize the rows first: taut tokenize, with the same keys"
+BOM = b"\xef\xbb\xbf"
 
 
-def reason_to_wait(opened: OpenSource, renderer: Renderer) -> str:
-    """Why all rows of a source have to be read before the first step; empty if they need not."""
-    if renderer.image_store is not None:
-        return "the model takes pictures, which are looked at with their rows"
-    if not type(renderer.tokenizer).__module__.startswith("transformers."):
-        return "the tokenizer's code comes with the model"
-    suffixes = {stamp.path.suffix for stamp in opened.stamps}
-    if not (opened.has_lines and suffixes <= {".jsonl", ".ndjson"}):
-        return "the rows of plain JSONL alone are counted without being read"
-    if opened.share or opened.limit or opened.change is not None:
-        return "share, limit, replace, prepend and append take or change rows by what they say"
-    return ""
-
-
-class RunNeeds(NamedTuple):
-    """What a run that is about to train needs of its data."""
-
-    num_ids: int
-    """Number of ids that the model has rows for."""
-    reason_to_wait: str
-    """Why the run needs all rows before its first step; empty if it does not."""
-
-
-class Work(NamedTuple):
-    """What the process beside the run is sent."""
-
-    source: Source
-    digest: str
-    """Of the content, which must not have changed since."""
-    job: TokenizeJob
-    directory: Path
-    """The cache."""
-    key: str
-    """Name of the source there."""
-    num_workers: int | None
+def load_growing(
+    config: DataConfig, renderer: Renderer, max_length: int, wait: str, **options: Any
+) -> dataset.Dataset:
+    """Load data.train for a run that is about to train. ``wait``: why the run needs all rows before its first step;
+    empty if it does not. ``options``: those of ``load_dataset``.
+    """
+    load = partial(dataset.load_dataset, config, "train", renderer, max_length, **options)
+    data = load(first_rows=None if wait else FIRST_ROWS)
+    part = data.parts[0]
+    if part.is_first_look:
+        ((_, columns, opened, _),) = dataset.open_sources(config, "train", options["kind"])
+        is_whole = opened.num_lines is not None and not (opened.limit or opened.change)
+        if is_whole and len(data) == data.report.num_rows:
+            limits, identity = dataset.limits_of(config, max_length), renderer.identity()
+            key = dataset.key_of(opened.digest, columns, limits, identity, has_images=False)
+            job = TokenizeJob(opened.path, opened.names, columns, limits, renderer)
+            shards = Growing(part.shards, opened, job, cache.directory_of(config.cache) / key)
+            return GrowingDataset(replace(part, shards=shards, key=key), load)
+        wait = "its rows are no whole files of plain JSONL, whose lines are counted, or are not one sample each"
+        data = load()
+    if wait and not data.report.is_cached and sum(stamp.size for stamp in part.stamps) > LARGE:
+        data.tokenized = Decision("data.tokenized", "before the first step", f"{part.path}: {wait}")
+    return data
 
 
 class Growing(Shards):
-    """The samples of such a source. What is told of all samples (lengths, incidents) is of the first rows until all are
-    tokenized.
-    """
+    """The samples of the source. Statistics are of the first rows until all are tokenized."""
 
-    def __init__(self, first: Shards, opened: OpenSource, work: Work, num_ids: int) -> None:
-        """``first``: the first rows; ``num_ids``: number of ids that the model has rows for."""
-        vars(self).update(vars(first))
-        self.source, self.work, self.num_ids = opened, work, num_ids
+    def __init__(self, first: Shards, opened: OpenSource, job: TokenizeJob, place: Path) -> None:
+        """``place``: of the source in the cache."""
+        vars(self).update(vars(first), digest=f"{ROWS}{place.name}")
+        self.source, self.job, self.place = opened, job, place
         self.num_first, self.is_whole = first.num_samples, False
-        self.digest = f"{ROWS}{work.key}"
-        self._helper = Helper()
         self._taken: dict[int, tuple[Shard, int]] = {}
         """Rows that were tokenized for a step: a shard, and the place in it."""
         # The number of each row, and where its line begins. A blank line is no row.
@@ -111,9 +89,9 @@ class Growing(Shards):
         for file, stamp in enumerate(opened.stamps):
             at = 0
             with stamp.path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip():
-                        self.numbers.append(file * IN_FILE + number)
+                for number, line in enumerate(lines, start=file * IN_FILE + 1):
+                    if line.removeprefix(BOM if at == 0 else b"").strip():
+                        self.numbers.append(number)
                         self.begins.append(at)
                     at += len(line)
         self.num_rows = self.num_samples = self.num_groups = len(self.numbers)
@@ -132,100 +110,86 @@ class Growing(Shards):
 
     def tokenize(self, indices: Sequence[int]) -> None:
         """Tokenize rows that are about to be taken: several at a time is faster."""
-        missing = sorted({i for i in indices if i >= self.num_first and i not in self._taken})
-        if self.is_whole or not missing:
-            return
-        if len(self._taken) > MOST_TAKEN:
-            self._taken.clear()
-        self.source.require_unchanged()
-        records = [(self.numbers[index], self._record(index)) for index in missing]
-        shard = tokenize_records(self.work.job, records)
-        self._require_fitting(Shards.of([shard]), len(missing))
-        self._taken |= {index: (shard, at) for at, index in enumerate(missing)}
+        rows = sorted({index for index in indices if index >= self.num_first})
+        if not self._taken.keys() >= {*rows}:
+            self.source.require_unchanged()
+            shard = tokenize_records(self.job, map(self._record, rows))
+            self._require_one_each(shard.counts.num_samples, len(rows), rows[0])
+            self._taken = {index: (shard, at) for at, index in enumerate(rows)}
 
-    def _record(self, index: int) -> Any:
-        """The record of a row. Raises DataError where its line cannot be read."""
-        file_number, line_number = divmod(self.numbers[index], IN_FILE)
-        with self.source.stamps[file_number].path.open("rb") as file:
-            file.seek(self.begins[index])
-            line = file.readline(formats.ROW_LIMIT)
-        line = line.removeprefix(b"\xef\xbb\xbf" if line_number == 1 else b"").rstrip()
-        record = formats.record_of(line, self.source.place(self.numbers[index]))
-        if isinstance(record, DataError):
-            raise record
-        return record
+    def _record(self, index: int) -> tuple[int, Any]:
+        """A row's number and its record, or the error of one that cannot be read."""
+        number, at = self.numbers[index], self.begins[index]
+        with self.source.stamps[number // IN_FILE].path.open("rb") as file:
+            file.seek(at)
+            line = file.readline(formats.ROW_LIMIT).removeprefix(BOM if at == 0 else b"")
+        return number, formats.record_of(line.rstrip(), self.source.place(number))
 
-    def _require_fitting(self, shards: Shards, num_rows: int) -> None:
-        """Raise DataError where samples are not those that the order counts on, or that the model can read."""
-        for shard in shards if shards.num_samples != num_rows else ():
-            lines, counts = np.unique(shard.arrays["line"], return_counts=True)
-            if counts.max() > 1:
-                raise DataError(
-                    f"{self.source.place(int(lines[counts.argmax()]))}: the row makes {counts.max()} samples, and the "
-                    f"order of this run counts on one of each, as the first rows make; expected the same; {REMEDY}"
-                )
-        largest = max(summary.largest_id for summary in shards.summaries)
-        if largest >= self.num_ids:
+    def _require_one_each(self, num_samples: int, num_rows: int, first: int) -> None:
+        if num_samples != num_rows:
             raise DataError(
-                f"{self.source.path}: has token {largest}, and the model has {self.num_ids:,} rows; expected the "
-                "model's own tokenizer; take added tokens out and name them in tokens.add"
+                f"{self.source.place(self.numbers[first])}: from there on {num_rows:,} rows make {num_samples:,} "
+                "samples, and the order of this run counts on one of each, as the first rows make; expected the same "
+                "of all; tokenize the rows first: taut tokenize, with the same keys"
             )
 
-    # -- the process beside the run
+    def take(self) -> bool:
+        """Whether all samples are here; they are taken from the cache once it has them."""
+        shards = cache.load(self.place.parent, self.place.name)[0] if self.place.is_dir() else None
+        if shards is not None:
+            self._require_one_each(shards.num_samples, self.num_rows, 0)
+            vars(self).update(vars(shards), is_whole=True)
+        return self.is_whole
+
+
+class GrowingDataset(dataset.Dataset):
+    """The samples of one source that is tokenized while a run trains on them."""
+
+    def __init__(self, part: dataset.SourceShards, load: partial[dataset.Dataset]) -> None:
+        """``load``: loads the samples of all rows, into the cache too."""
+        assert isinstance(part.shards, Growing)
+        self.growing, self.load, self.helper = part.shards, load, Helper()
+        super().__init__([part], [f"{part.path}: tokenized while the run trains"])
+        reason = "its rows are counted, and each is one sample; a refused row ends the run"
+        self.tokenized = Decision("data.tokenized", "while training", f"{part.path}: {reason}")
+        note = f", the last two of the first {self.growing.num_first:,} rows: not all are tokenized"
+        self.report = replace(self.report, note=note)
+
+    @property
+    def num_read(self) -> int:
+        return len(self) if self.growing.is_whole else self.growing.num_first
 
     def begin(self) -> None:
-        """Start to tokenize all rows into the cache."""
-        try:
-            self._helper.start(COMMAND, {**limited_call.environment(), **ENVIRONMENT})
-            self._helper.pipe.send_bytes(pickle.dumps(self.work))
-        except OSError as error:
-            raise WorkerDied(
-                f"{self.source.path}: the system starts no process to tokenize it: {error.strerror or error}; expected "
-                f"one beside the run; {REMEDY}"
-            ) from None
+        """Start the process beside the run."""
+        with suppress(OSError):  # as if it were killed at once
+            self.helper.start(COMMAND, {**limited_call.environment(), **ENVIRONMENT})
+            self.helper.pipe.send_bytes(pickle.dumps((self.load, self.growing.place.parent)))
 
-    def is_done(self) -> bool:
-        """Whether all rows are in the cache. Raises what is wrong with one of them."""
-        if not self._helper.pipe.poll():
-            return False
-        try:
-            error = self._helper.pipe.recv()
-        except (EOFError, OSError):
-            raise WorkerDied(
-                f"{self.source.path}: the process that tokenized it {how_it_ended(self._helper.reap())}; expected it "
-                f"to run until the end; {REMEDY}"
-            ) from None
+    def expect(self, steps: Iterable[Sequence[int]], *, rows: bool) -> None:
+        """Tokenize the rows of the first of these steps, unless all are in the cache by now. Raises what is wrong with
+        a row that the process beside the run came to.
+        """
+        if self.growing.is_whole:
+            return
+        error: TautError | None = None
+        with suppress(EOFError, OSError):  # it was killed, or runs beside another rank
+            error = self.helper.pipe.recv() if self.helper.pipe.poll() else None
         if error is not None:
             raise error
-        return True
-
-    def take(self) -> None:
-        """Take the samples from the cache; a rank that does not find them there goes on as before."""
-        shards, _ = cache.load(self.work.directory, self.work.key)
-        if shards is not None:
-            self._require_fitting(shards, self.num_rows)
-            vars(self).update(vars(shards), is_whole=True)
-
-    def close(self) -> None:
-        self._helper.end()
+        if self.growing.take():
+            vars(self).pop("lengths", None)  # of the first rows
+            super().__init__(self.parts, self.report.decisions)
+        else:
+            self.growing.tokenize(next(iter(steps)))
 
 
 def serve(descriptor: int, leash: int) -> None:
-    """In the process beside the run: tokenize a source into the cache, and send the error that ended it, or None."""
-    pipe = begin(descriptor, leash)
+    """In the process beside the run: tokenize all rows into the cache, and send the error that ended it, or None."""
+    pipe, error = begin(descriptor, leash), None
     os.nice(NICE)
-    work: Work = pickle.loads(pipe.recv_bytes())
-    error: TautError | None = None
+    load, directory = pickle.loads(pipe.recv_bytes())
     try:
-        opened = open_source(work.source)
-        if opened.digest != work.digest:
-            raise DataError(
-                f"{opened.path}: the data changed after the run had begun; expected them to stay as they are; begin "
-                "again when they are written"
-            )
-        num_workers, _ = choose_workers(opened, work.job.renderer, work.num_workers)
-        make = partial(tokenize_source, work.job, opened, num_workers)
-        cache.save(work.directory, work.key, make)
+        load(cache_dir=directory)
     except TautError as failure:
         error = failure
     pipe.send(error)

@@ -27,6 +27,7 @@ from taut.config import (
     ComputeDtype,
     Decision,
     Positive,
+    changed,
     configclass,
     read_settings,
     to_dict,
@@ -351,7 +352,7 @@ class RunConfig:
         only looks at the data.
         """
         from taut.data.dataset import load_dataset
-        from taut.data.growing import FIRST_ROWS, RunNeeds
+        from taut.data.growing import load_growing
         from taut.data.store.top_logprobs import WithTeacher, read_top_logprobs
         from taut.data.stream import Recording, open_stream
 
@@ -373,45 +374,35 @@ class RunConfig:
             )
         key = "top_logprobs" if split == "train" else "eval_top_logprobs"
         file = getattr(self.models().teacher, key, None)
-        growing = None
+        options: dict[str, Any] = {"kind": kind, "looks_again": looks_again}
         if split == "train" and ranks is not None:
-            growing = RunNeeds(language.num_rows, self.why_all_rows(language.config))
-        data = load_dataset(
-            self.data,
-            split,
-            renderer,
-            longest,
-            kind=kind,
-            looks_again=looks_again,
-            first_rows=None if file else FIRST_ROWS if growing else first_rows,
-            growing=growing,
-        )
+            wait = self.why_all_rows(language)
+            data = load_growing(self.data, renderer, longest, wait, **options)
+        else:
+            options["first_rows"] = None if file else first_rows
+            data = load_dataset(self.data, split, renderer, longest, **options)
         if file is None:
             return data
         path = user_path(file, f"distill.{key}")
         return WithTeacher(data, read_top_logprobs(path, data, language.num_rows))
 
-    def why_all_rows(self, config: PreTrainedConfig) -> str:
+    def why_all_rows(self, language: Language) -> str:
         """Why a run has to read all rows before its first step; empty if it need not (``data/growing.py``)."""
-        from taut.models.architecture import length_dependent_rope_of
-
-        data, batch = self.data, self.batch
-        leaving_out = {
-            "too_long": data.too_long,
-            "without_targets": data.without_targets,
-            "empty": data.empty,
-        }
-        named = [f"data.{key}={value}" for key, value in leaving_out.items() if value != "error"]
+        data, tokenizer = self.data, language.tokenizer
+        keys = changed(data, ["too_long", "without_targets", "empty", "min_length"])
+        keys += changed(self.batch, ["tokens_per_step", "group_prefixes"])
+        has_own_code = not type(tokenizer).__module__.startswith("transformers.")
+        rope = str(getattr(language.config.get_text_config(), "rope_parameters", None))
         reasons = {
             "a resume compares all rows with those of its checkpoint": self.resume,
-            f"rows are {self.row_kind} data, not one sample each": self.row_kind != "sft",
-            "a mixture counts the samples of each source": len(named_sources(data, "train")) > 1,
-            f"{' '.join(named)} may leave rows out, and the others are counted": bool(named),
-            f"data.min_length={data.min_length} may leave rows out": data.min_length > 0,
-            "batch.tokens_per_step needs the lengths of all rows": batch.tokens_per_step
-            is not None,
-            "batch.group_prefixes compares all rows": batch.group_prefixes,
-            "RoPE depends on the longest row": length_dependent_rope_of(config) is not None,
+            f"rows are {self.row_kind} data": self.row_kind != "sft",
+            "a teacher has read the rows": self.models().teacher is not None,
+            "it is a mixture": len(named_sources(data, "train")) > 1,
+            f"{', '.join(keys)}: rows may be left out, or all are measured": bool(keys),
+            "the model takes pictures": language.renderer.image_store is not None,
+            "the tokenizer's code comes with the model": has_own_code,
+            "the tokenizer has ids that the model lacks": len(tokenizer) > language.num_rows,
+            "RoPE depends on the longest row": "longrope" in rope or "dynamic" in rope,
         }
         return "; ".join(reason for reason, holds in reasons.items() if holds)
 

@@ -357,12 +357,7 @@ def _stateful_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def length_dependent_rope(model: nn.Module) -> tuple[str, int] | None:
     """(kind, longest length of the first regime) where RoPE depends on the longest position of the batch."""
-    return length_dependent_rope_of(unwrap(model).config)
-
-
-def length_dependent_rope_of(config: PreTrainedConfig) -> tuple[str, int] | None:
-    """``length_dependent_rope`` of the model with this configuration."""
-    config = config.get_text_config()
+    config = text_config(model)
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in nested or [parameters]:

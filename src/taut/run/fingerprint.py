@@ -86,7 +86,10 @@ def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
         "adapter": {path: _hashes(path, "lora.adapter", None, ranks) for path in adapter},
         "tokenizer": inputs.renderer.template.content(),
         "template": _digest(inputs.renderer.template.template or ""),
-        "data": identity_of_data(inputs),
+        "data": {
+            part.path: {"content": part.shards.digest, "weight": part.weight}
+            for part in inputs.train.parts
+        },
         "environment": {
             "torch": torch.__version__,
             "transformers": version("transformers"),
@@ -102,20 +105,13 @@ def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     return dict(redacted_in(identity))
 
 
-def identity_of_data(inputs: Inputs) -> dict[str, Any]:
-    """The identity of each source: the digest of its samples; while they are tokenized, of all they depend on."""
-    return {
-        part.path: {"content": part.shards.digest, "weight": part.weight}
-        for part in inputs.train.parts
-    }
-
-
 def with_tokenized(identity: Mapping[str, Any], inputs: Inputs) -> dict[str, Any]:
-    """An identity that was written while rows were tokenized, with the digest of their samples."""
-    data = dict(identity.get("data", {}))
-    for part in inputs.train.parts:
-        if data.get(part.path, {}).get("content") == f"{ROWS}{part.key}":
-            data[part.path] = {**data[part.path], "content": part.shards.digest}
+    """An identity that was written while rows were tokenized, with the digests of their samples."""
+    digests = {f"{ROWS}{part.key}": part.shards.digest for part in inputs.train.parts}
+    data = {
+        path: {**it, "content": digests.get(it["content"], it["content"])}
+        for path, it in identity.get("data", {}).items()
+    }
     return {**identity, "data": data}
 
 

@@ -61,8 +61,7 @@ def load_inputs(
 ) -> Inputs:
     """Load tokenizer, template and tokenized data. The writer tokenizes first; the other ranks read its cache.
     ``trains``: whether the run is about to train, and so records the rows that it takes from a stream. ``first_rows``:
-    of large sources that were never read, for a look. ``tell``: called with the decisions that are known before the data
-    are read.
+    of large sources that were never read, for a look. ``tell``: called with the decisions that are known before that.
     """
     # tokenizer and template
     language = load_language(run, day)
@@ -97,8 +96,7 @@ def load_inputs(
     # what would fail later is refused now
     inputs = inputs_of(run, language, stops, train, held_out)
     inputs.decisions.extend(thread_decisions(ranks.device))
-    if train.tokenized is not None:
-        inputs.decisions.append(train.tokenized)
+    inputs.decisions.extend([train.tokenized] if train.tokenized else [])
     size = language.num_rows
     for data in (train, held_out):
         beyond = None if data is None else data.first_id_over(size)
@@ -128,9 +126,9 @@ def decisions_of(run: RunConfig, language: Language, stops: StopSet) -> list[Dec
         decisions.append(
             Decision("model.commit", commit, f"of {run.model}; a resume needs the same")
         )
-    max_length = run.longest_sample(config)
     if run.data.max_length is None:
-        decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
+        longest = str(run.longest_sample(config))
+        decisions.append(Decision("data.max_length", longest, "the model's context"))
     decisions += template_decision(run.data.template)
     return [*decisions, Decision("stop", *described(stops, template))]
 

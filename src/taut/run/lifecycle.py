@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from taut.config import Decision, to_dict
+from taut.data.growing import GrowingDataset
 from taut.data.render.tokens import token_bytes
 from taut.data.stream import StreamDataset
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, OutputError, TautError
@@ -64,7 +65,7 @@ from taut.run.start import Start, begin, look
 from taut.train import distributed
 from taut.train.cadence import Cadence
 from taut.train.checkpoint import Checkpoints, Memory
-from taut.train.distributed import Ranks, outcome_of
+from taut.train.distributed import Ranks
 from taut.train.hooks import Hooks, open_hooks
 from taut.train.log import RunLog
 from taut.train.log.custom_sink import load_sinks
@@ -83,7 +84,7 @@ from taut.train.run_dir import (
     step_of,
 )
 from taut.train.signals import Interrupt, Interrupts
-from taut.train.trainer import Trainer, run_steps
+from taut.train.trainer import run_steps
 
 
 class Examination(Protocol):
@@ -172,9 +173,9 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
             inputs = load_inputs(run, ranks, day, trains=True, tell=tell)
             if isinstance(inputs.train, StreamDataset):
                 opened.callback(inputs.train.stream.reader.close)
-            if inputs.train.growing is not None and ranks.is_writer:
-                opened.callback(inputs.train.growing.close)
-                inputs.train.growing.begin()
+            elif isinstance(inputs.train, GrowingDataset) and ranks.is_writer:
+                opened.callback(inputs.train.helper.end)
+                inputs.train.begin()
             run, decisions = advisers.decide(run, inputs, ranks, before)
             inputs.decisions.extend(decisions)
             tell(inputs.decisions)
@@ -394,6 +395,9 @@ def build_checkpoints(prepared: Prepared) -> Checkpoints:
 def emit_start(built: Built, answers: list[dict[str, Any]]) -> None:
     """Emit the first event, and one for each check that was asked."""
     data, trainer = built.inputs.train.report, built.trainer
+    sets = [built.inputs.train.described("train")]
+    if built.inputs.eval is not None:
+        sets.append(built.inputs.eval.described("eval"))
     trainer.emit(
         "start",
         version=version("taut"),
@@ -408,47 +412,12 @@ def emit_start(built: Built, answers: list[dict[str, Any]]) -> None:
         num_parameters=sum(p.numel() for p in built.scorer.parameters()),
         num_trained=sum(parameter.numel() for parameter in trainer.trained),
         **origin(trainer.ranks),
-        sets=sets_of(built.inputs),
+        sets=sets,
     )
     for answer in answers:
         trainer.emit("check", **answer)
     if not answers:
         trainer.emit("check", name="all", outcome="skipped", value=None, detail="check=off")
-
-
-def sets_of(inputs: Inputs) -> list[dict[str, Any]]:
-    """What the log says of the data."""
-    sets = [inputs.train.described("train")]
-    return sets if inputs.eval is None else [*sets, inputs.eval.described("eval")]
-
-
-class Growth:
-    """Takes the rows that are tokenized beside the run, once all of them are. Called after steps, on every rank."""
-
-    def __init__(self, inputs: Inputs, trainer: Trainer, identity: dict[str, Any]) -> None:
-        """``identity``: that of the run, in checkpoints."""
-        self.inputs, self.trainer, self.identity = inputs, trainer, identity
-        self.waits: bool = trainer.ranks.gather(inputs.train.growing is not None)[0]
-
-    def __call__(self, step: int) -> None:
-        """Raises what is wrong with a row, on every rank."""
-        data, ranks = self.inputs.train, self.trainer.ranks
-        if not self.waits:
-            return
-        asked = data.growing if ranks.is_writer else None
-        done = False if asked is None else outcome_of(asked.is_done)
-        self.waits = not ranks.agree(done)[0]
-        if not self.waits:
-            ranks.agree(outcome_of(data.take_tokenized))
-            self.identity["data"] = fingerprint.identity_of_data(self.inputs)
-            self.trainer.emit("data", data=str(data.report), sets=sets_of(self.inputs))
-
-    def end(self) -> None:
-        """Report rows that no step has needed, and that were not looked at."""
-        if self.waits:
-            path = self.inputs.train.parts[0].path
-            detail = f"{path}: the run ended before all rows were tokenized; those that no step took were not looked at"
-            self.trainer.emit("warning", name="data", step=self.trainer.done, detail=detail)
 
 
 def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
@@ -475,10 +444,7 @@ def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
             source.leave(step, min(kept, default=0 if run.checkpoint.every else step))
 
         after_step.append(leave)
-    growth = Growth(built.inputs, trainer, prepared.start.identity)
-    after_step.insert(0, growth)
     run_steps(trainer, after_step, prepared.why_over)
-    growth.end()
     ended_early = prepared.why_over() if trainer.done < trainer.num_steps else None
 
     # finish: measure the last weights. What fails here leaves the training state, and no model
@@ -510,6 +476,7 @@ def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
     watch.look()
 
     # the last event, which marks the run as finished
+    train = built.inputs.train
     divergence, why = Divergence.of(trainer).found, why_nothing_learned(trainer, out)
     trainer.emit(
         "end",
@@ -523,6 +490,7 @@ def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
         model=str(model),
         stop=stops.as_fields() if stops is not None else None,
         divergence=divergence,
+        **({"data": str(train.report)} if isinstance(train, GrowingDataset) else {}),
         **({} if why is None else {"learned_nothing": why}),
         **({} if ended_early is None else {"ended_early": ended_early}),
         fetched=[fetcher.as_fields() for fetcher in built.inputs.train.fetchers],

@@ -48,7 +48,7 @@ class Start:
     """The start of a run. A finished run is recognized by its last event, so that it needs no intact checkpoint."""
 
     plan: Plan
-    identity: dict[str, Any]
+    identity: Mapping[str, Any]
     saved: Saved | None = None
     """The checkpoint to resume from; None: step 1."""
     rounding: list[str] = field(default_factory=list)
@@ -93,8 +93,8 @@ def look(
                     f"{out / MARK} has no 'identity'; expected what the run wrote; bring it back from a copy"
                 )
             mine = fingerprint.identity_of(run, inputs, ranks)
-            identity = fingerprint.with_tokenized(before["identity"], inputs)
-            changed = fingerprint.require_same(identity, mine, out).schedule
+            was = fingerprint.with_tokenized(before["identity"], inputs)
+            changed = fingerprint.require_same(was, mine, out).schedule
             if changed:
                 raise ConfigError(
                     f"resume=true: {out} is finished after step {end['step']}, and {'; '.join(changed)} changes "
@@ -128,8 +128,8 @@ def look(
     if saved is None:
         plan = run.plan(inputs.train)
         return Start(plan, mine, damaged=damaged, num_steps_before=num_steps)
-    identity = fingerprint.with_tokenized(identity, inputs)
-    _, rounding, schedule = fingerprint.require_same(identity, mine, saved.path)
+    was = fingerprint.with_tokenized(identity, inputs)
+    _, rounding, schedule = fingerprint.require_same(was, mine, saved.path)
     return Start(
         plan=_plan(run, inputs, Cursor(*saved.meta.cursor), saved.path),
         identity=mine,

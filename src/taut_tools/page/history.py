@@ -130,8 +130,6 @@ class History:
         if kind == "start":
             self.start, self.end = event, None
             self.started = self.started or event.get("time")
-        elif kind == "data":  # what was not known at the start
-            self.start |= {key: event[key] for key in ("data", "sets") if key in event}
         elif kind == "end":
             self.end = event
         elif kind == "check":

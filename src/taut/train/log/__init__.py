@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 from taut.config import Decision
 from taut.errors import redacted_in
@@ -28,9 +28,6 @@ from taut.train.log.events import KINDS, Event, EventLog, Kind, ReportLost, all_
 from taut.train.log.samples import SampleSink, ShownSample, shown
 from taut.train.run_dir import read_settings, report_id
 from taut.train.settings import LogConfig
-
-if TYPE_CHECKING:
-    from taut.train.log.console import ConsoleReport
 
 __all__ = [
     "Event",
@@ -64,16 +61,15 @@ class RunLog:
         self._is_open = sinks is not None
         self._sinks = list(sinks or [])
         self._custom = custom
-        self._console: ConsoleReport | None = None
+        self._console: Any = None
 
-    def decide(self, decisions: Iterable[Decision], out: Path, config: LogConfig) -> None:
+    def decide(self, decisions: Sequence[Decision], out: Path, config: LogConfig) -> None:
         """Print decisions as soon as they are known, each once, where there is a console."""
-        if not config.console:
-            return
-        from taut.train.log.console import ConsoleReport
+        if config.console:
+            from taut.train.log.console import ConsoleReport
 
-        self._console = self._console or ConsoleReport(config.every, out=out)
-        self._console.show_decisions(redacted_in({"decisions": list(decisions)})["decisions"])
+            self._console = self._console or ConsoleReport(config.every, out=out)
+            self._console.show_decisions(redacted_in({"decisions": [*decisions]})["decisions"])
 
     def open(
         self,
@@ -108,9 +104,8 @@ class RunLog:
         for sink in self._custom:
             sink.bind({"out": out, "settings": read_settings(out), "run_id": report_id(out)})
             sinks.append(sink)
-        if config.console:
-            self.decide((), out, config)
-            assert self._console is not None
+        self.decide((), out, config)
+        if self._console is not None:
             sinks.append(self._console)
         sinks.append(record)  # last, so that a warning about a lost report precedes the end event
         return self

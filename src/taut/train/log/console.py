@@ -154,10 +154,9 @@ class ConsoleReport:
             self._print("  ".join(cells).rstrip())
 
     def show_decisions(self, decisions: Iterable[Sequence[str]]) -> None:
-        """Print the decisions that are not printed yet: some are known long before the run starts."""
-        new = [row for row in map(tuple, decisions) if row not in self._decided]
-        self._decided.update(new)
-        if new:
+        """Print the decisions that are not printed yet: many are known long before the event ``start``."""
+        if new := [row for row in map(tuple, decisions) if row not in self._decided]:
+            self._decided.update(new)
             self._print_rows(new)
 
     def _show_start(self, event: Event) -> None:
@@ -171,7 +170,7 @@ class ConsoleReport:
                 size = f": {total:,} parameters, {part} trained"
             self._print(f"model  {event['model']}{size}")
         if event.get("data"):
-            self._show_data(event)
+            self._print(f"data  {event['data']}")
         for what in ("dropped", "cut"):
             lines = event.get(what, ())
             for line in lines[:LINES_SHOWN]:
@@ -179,9 +178,6 @@ class ConsoleReport:
             if len(lines) > LINES_SHOWN:
                 more = f"and {len(lines) - LINES_SHOWN:,} more: see events.jsonl"
                 self._print(f"{what}  {more}", "yellow")
-
-    def _show_data(self, event: Event) -> None:
-        self._print(f"data  {event['data']}")
 
     def _show_step(self, event: Event) -> None:
         self._note_time(event)

@@ -31,7 +31,6 @@ from taut.io import files
 Event: TypeAlias = dict[str, Any]
 Kind = Literal[
     "start",
-    "data",
     "check",
     "step",
     "rollout",
