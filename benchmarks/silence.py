@@ -44,6 +44,7 @@ COMMANDS: dict[str, Sequence[str]] = {
     "grpo": (
         *("grpo", "model={model}", "data={prompts}", "out={place}/grpo", "rewards=exact_match"),
         *("rollout.n=4", "rollout.max_new_tokens=32", "batch.samples_per_step=4", "steps=3"),
+        "loss_monitor.nothing_learned=warn",
     ),
     "eval": ("eval", "{place}/sft/model", "data={few}", "sampling.max_new_tokens=32"),
     "generate": (
