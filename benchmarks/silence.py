@@ -82,7 +82,7 @@ def recorded(words: Sequence[str], environment: dict[str, str]) -> tuple[list[Ou
     began, outputs, used = time.monotonic(), list[Output](), 0.0
     process, terminal = pty.fork()
     if process == 0:
-        os.execvpe(words[0], words, environment)
+        os.execvpe(words[0], [*words], environment)
     while True:
         try:
             text = os.read(terminal, 2**16).decode(errors="replace")

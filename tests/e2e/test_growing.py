@@ -297,9 +297,10 @@ def test_decisions_are_printed_when_they_are_known(
 
 def _two_ranks(keys: dict[str, Any], look: str, large: int, world: dict[str, str]) -> None:
     os.environ.update(world)
-    dataset.LARGE = growing.LARGE = large
-    growing.FIRST_ROWS = 5
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset, "LARGE", large)
+        patch.setattr(growing, "LARGE", large)
+        patch.setattr(growing, "FIRST_ROWS", 5)
         {"never": never, "soon": soon}[look](patch)
         taut.sft(**keys)
 
