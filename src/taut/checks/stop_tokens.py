@@ -61,9 +61,9 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     skip_if(session.is_generated, GENERATED)
     skip_if(session.is_scalar, "a reward model is not taught to stop")
     train, stops = session.train, session.stops
-    report, number, total = train.report, train.num_ended, len(train)
+    report, number, total = train.report, train.num_ended, train.num_read
     unit = f"of {total:,} samples"
-    num_whole = report.num_rows - len(report.dropped) - len(report.cut)
+    num_whole = min(total, report.num_rows - len(report.dropped) - len(report.cut))
     if session.run.row_kind != "sft":  # each answer of a row is a sample of its own
         num_whole = total - len(report.cut)
     if not number or 2 * number < num_whole:

@@ -30,6 +30,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.config import describe, to_dict, written
 from taut.data.batching import StepPlan, lay_out, step_plan
 from taut.data.dataset import Dataset
+from taut.data.growing import FIRST_ROWS
 from taut.data.packing import PackPolicy
 from taut.data.read.json_io import shown
 from taut.data.render.render import Incident
@@ -47,8 +48,6 @@ from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import Sample
 
-FIRST_ROWS = 500
-"""Rows to read of a large source that no command has tokenized yet."""
 NUM_SAMPLES = 3
 NUM_STEPS = 5
 """Steps to preview."""

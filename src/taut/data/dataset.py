@@ -8,6 +8,8 @@ stay there. ``tokenize.py`` makes the shards.
 ``kind`` says how rows judge their answers (``rows/schema.py``). A row whose answers are compared is several samples,
 which stay together (``Dataset.row``).
 
+A large file may be tokenized while a run trains on it (``growing.py``).
+
 Does not shuffle, choose fractions, pack or plan (``batching.py``). Under torchrun let one rank load first.
 """
 
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
+from taut.config import Decision
 from taut.data.read.sources import (
     OpenSource,
     Stamp,
@@ -195,6 +198,8 @@ class DataReport:
     """For each source, whether it came from the cache, and if not the reason."""
     num_pictures: int = 0
     """Distinct images of each source."""
+    note: str = ""
+    """What the numbers are of, if not of all rows."""
 
     @property
     def sizes(self) -> str:
@@ -204,7 +209,8 @@ class DataReport:
             ("tokens", self.num_tokens),
             ("targets", self.num_targets),
         )
-        return ", ".join(counted(number, nouns) for nouns, number in sizes) + self.pictures
+        text = ", ".join(counted(number, nouns) for nouns, number in sizes)
+        return text + self.pictures + self.note
 
     @property
     def pictures(self) -> str:
@@ -313,6 +319,9 @@ class Samples(Sequence[Sample]):
 class Dataset(Samples):
     """Samples by index, in the order of sources and rows."""
 
+    tokenized: Decision | None = None
+    """When a large source is tokenized, in a run that trains, and why."""
+
     def __init__(
         self, parts: Sequence[SourceShards], decisions: Sequence[str] = (), is_cached: bool = False
     ) -> None:
@@ -329,6 +338,11 @@ class Dataset(Samples):
     def sample(self, index: int) -> Sample:
         part, offset = self._locate(index)
         return part.sample(offset)
+
+    @property
+    def num_read(self) -> int:
+        """Number of samples that statistics are of."""
+        return len(self)
 
     @property
     def num_groups(self) -> int:

@@ -27,13 +27,14 @@ from taut.config import (
     ComputeDtype,
     Decision,
     Positive,
+    changed,
     configclass,
     read_settings,
     to_dict,
     user_path,
 )
 from taut.conflicts import conflict
-from taut.data.settings import BatchConfig, DataConfig, Kind, Split
+from taut.data.settings import BatchConfig, DataConfig, Kind, Split, named_sources
 from taut.errors import ConfigError
 from taut.evals.settings import AnswersConfig, ContractConfig, StopCheckConfig
 from taut.inference.settings import Sampling
@@ -357,6 +358,7 @@ class RunConfig:
         only looks at the data.
         """
         from taut.data.dataset import load_dataset
+        from taut.data.growing import load_growing
         from taut.data.store.top_logprobs import WithTeacher, read_top_logprobs
         from taut.data.stream import Recording, open_stream
 
@@ -378,19 +380,37 @@ class RunConfig:
             )
         key = "top_logprobs" if split == "train" else "eval_top_logprobs"
         file = getattr(self.models().teacher, key, None)
-        data = load_dataset(
-            self.data,
-            split,
-            renderer,
-            longest,
-            kind=kind,
-            looks_again=looks_again,
-            first_rows=None if file else first_rows,
-        )
+        options: dict[str, Any] = {"kind": kind, "looks_again": looks_again}
+        if split == "train" and ranks is not None:
+            wait = self.why_all_rows(language)
+            data = load_growing(self.data, renderer, longest, wait, **options)
+        else:
+            options["first_rows"] = None if file else first_rows
+            data = load_dataset(self.data, split, renderer, longest, **options)
         if file is None:
             return data
         path = user_path(file, f"distill.{key}")
         return WithTeacher(data, read_top_logprobs(path, data, language.num_rows))
+
+    def why_all_rows(self, language: Language) -> str:
+        """Why a run has to read all rows before its first step; empty if it need not (``data/growing.py``)."""
+        data, tokenizer = self.data, language.tokenizer
+        keys = changed(data, ["too_long", "without_targets", "empty", "min_length"])
+        keys += changed(self.batch, ["tokens_per_step", "group_prefixes"])
+        has_own_code = not type(tokenizer).__module__.startswith("transformers.")
+        rope = str(getattr(language.config.get_text_config(), "rope_parameters", None))
+        reasons = {
+            "a resume compares all rows with those of its checkpoint": self.resume,
+            f"rows are {self.row_kind} data": self.row_kind != "sft",
+            "a teacher has read the rows": self.models().teacher is not None,
+            "it is a mixture": len(named_sources(data, "train")) > 1,
+            f"{', '.join(keys)}: rows may be left out, or all are measured": bool(keys),
+            "the model takes pictures": language.renderer.image_store is not None,
+            "the tokenizer's code comes with the model": has_own_code,
+            "the tokenizer has ids that the model lacks": len(tokenizer) > language.num_rows,
+            "RoPE depends on the longest row": "longrope" in rope or "dynamic" in rope,
+        }
+        return "; ".join(reason for reason, holds in reasons.items() if holds)
 
     def rows_of(self, data: Dataset) -> Rows:
         """A data set as the trees that are compared or pooled."""

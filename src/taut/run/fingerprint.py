@@ -30,6 +30,7 @@ from transformers import PreTrainedConfig
 
 from taut.config import fields_of, home_path, to_dict, user_path
 from taut.conflicts import default_of, is_table
+from taut.data.growing import ROWS
 from taut.data.settings import DataConfig, Source
 from taut.data.store.top_logprobs import WithTeacher
 from taut.errors import ConfigError, ModelError, redacted_in
@@ -102,6 +103,16 @@ def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
         **_others(run, inputs, ranks),
     }
     return dict(redacted_in(identity))
+
+
+def with_tokenized(identity: Mapping[str, Any], inputs: Inputs) -> dict[str, Any]:
+    """An identity that was written while rows were tokenized, with the digests of their samples."""
+    digests = {f"{ROWS}{part.key}": part.shards.digest for part in inputs.train.parts}
+    data = {
+        path: {**it, "content": digests.get(it["content"], it["content"])}
+        for path, it in identity.get("data", {}).items()
+    }
+    return {**identity, "data": data}
 
 
 def cpu_matmul_in(identity: Mapping[str, Any]) -> str | None:

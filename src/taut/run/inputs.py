@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from datetime import date
 from functools import partial
 
@@ -56,15 +57,17 @@ def load_inputs(
     *,
     trains: bool = False,
     first_rows: int | None = None,
+    tell: Callable[[list[Decision]], object] = list,
 ) -> Inputs:
     """Load tokenizer, template and tokenized data. The writer tokenizes first; the other ranks read its cache.
     ``trains``: whether the run is about to train, and so records the rows that it takes from a stream. ``first_rows``:
-    of large sources that were never read, for a look.
+    of large sources that were never read, for a look. ``tell``: called with the decisions that are known before that.
     """
     # tokenizer and template
     language = load_language(run, day)
     stops = load_stops(run, language)
     renderer = language.renderer.stopping_at(stops.ids)
+    tell(decisions_of(run, language, stops))
 
     # data: the writer fills the cache, then the others read it
     if not ranks.is_writer:
@@ -93,6 +96,7 @@ def load_inputs(
     # what would fail later is refused now
     inputs = inputs_of(run, language, stops, train, held_out)
     inputs.decisions.extend(thread_decisions(ranks.device))
+    inputs.decisions.extend([train.tokenized] if train.tokenized else [])
     size = language.num_rows
     for data in (train, held_out):
         beyond = None if data is None else data.first_id_over(size)
@@ -113,25 +117,29 @@ def load_inputs(
     return inputs
 
 
-def inputs_of(
-    run: RunConfig, language: Language, stops: StopSet, train: Dataset, held_out: Dataset | None
-) -> Inputs:
-    """Join the loaded parts, with the decision behind each."""
-    config, tokenizer, new_ids, renderer = language
-    template, decisions = renderer.template, run.decisions
-    # the model
+def decisions_of(run: RunConfig, language: Language, stops: StopSet) -> list[Decision]:
+    """The decisions that do not depend on the data."""
+    config, template, decisions = language.config, language.renderer.template, run.decisions
     if reason := hub.offline_reason():
         decisions.append(Decision("hub", "cached files only", reason))
     if commit := getattr(config, "_commit_hash", None):
         decisions.append(
             Decision("model.commit", commit, f"of {run.model}; a resume needs the same")
         )
-    max_length = run.longest_sample(config)
     if run.data.max_length is None:
-        decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
-    # the template, and rows without messages
+        longest = str(run.longest_sample(config))
+        decisions.append(Decision("data.max_length", longest, "the model's context"))
     decisions += template_decision(run.data.template)
-    decisions.append(Decision("stop", *described(stops, template)))
+    return [*decisions, Decision("stop", *described(stops, template))]
+
+
+def inputs_of(
+    run: RunConfig, language: Language, stops: StopSet, train: Dataset, held_out: Dataset | None
+) -> Inputs:
+    """Join the loaded parts, with the decision behind each."""
+    config, tokenizer, new_ids, renderer = language
+    template, decisions = renderer.template, decisions_of(run, language, stops)
+    # rows without messages
     key, is_templated = "data.apply_chat_template", run.data.apply_chat_template
     num_plain = sum(data.forms["completion"] for data in (train, held_out) if data is not None)
     if is_templated:
@@ -175,7 +183,7 @@ def inputs_of(
         renderer=renderer.stopping_at(stops.ids),
         train=train,
         eval=held_out,
-        max_length=max_length,
+        max_length=run.longest_sample(config),
         new_ids=new_ids,
         stops=stops,
         decisions=decisions,
@@ -185,7 +193,7 @@ def inputs_of(
 
 def _taught_ends(train: Dataset) -> list[Decision]:
     """Report how many samples teach the model to stop, unless all do. Raises DataError where none does."""
-    num_ends, num_samples = train.num_ended, len(train)
+    num_ends, num_samples = train.num_ended, train.num_read
     cut = f"{len(train.report.cut):,} were cut before their end"
     if not num_ends:
         raise DataError(

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from taut.config import Decision, to_dict
+from taut.data.growing import GrowingDataset
 from taut.data.render.tokens import token_bytes
 from taut.data.stream import StreamDataset
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, OutputError, TautError
@@ -165,13 +166,20 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
             if before is not None:
                 run = fingerprint.follow_sources(run, before)
                 day = date.fromisoformat(before["day"]) if "day" in before else None
+            log = RunLog(custom=load_sinks(run.log.sinks))
+            tell = partial(log.decide, out=out, config=run.log) if ranks.is_writer else list
+            tell(run.decisions)
             ranks.doing("reading the data")
-            inputs = load_inputs(run, ranks, day, trains=True)
+            inputs = load_inputs(run, ranks, day, trains=True, tell=tell)
             if isinstance(inputs.train, StreamDataset):
                 opened.callback(inputs.train.stream.reader.close)
+            elif isinstance(inputs.train, GrowingDataset) and ranks.is_writer:
+                opened.callback(inputs.train.helper.end)
+                inputs.train.begin()
             run, decisions = advisers.decide(run, inputs, ranks, before)
             run, cadences = decide_cadences(run)
             inputs.decisions.extend([*decisions, *cadences])
+            tell(inputs.decisions)
             start = look(run, out, before, inputs, ranks)
 
             if start.finished is not None:
@@ -179,7 +187,6 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
             else:
                 # build: a rank without room for the models raises; the others wait in a barrier, which is no collective
                 suggest = partial(advisers.suggest_settings, run, inputs, ranks)
-                log = RunLog(custom=load_sinks(run.log.sinks))
                 hooks = open_hooks(run.hooks, ranks, out, to_dict(run))
                 ranks.doing("loading the model")
                 built = require_room(
@@ -187,6 +194,7 @@ def train(run: RunConfig, advisers: Advisers) -> Result:
                     f"loading {run.model} on rank {ranks.rank}",
                     partial(suggest, None),
                 )
+                tell(built.decisions)
                 ranks.barrier()
 
                 # check: engine, rewards and evaluations are opened, so that a missing one is refused now
@@ -471,6 +479,7 @@ def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
     watch.look()
 
     # the last event, which marks the run as finished
+    train = built.inputs.train
     divergence, why = Divergence.of(trainer).found, why_nothing_learned(trainer, out)
     trainer.emit(
         "end",
@@ -484,6 +493,7 @@ def train_and_save(prepared: Prepared, checkpoints: Checkpoints) -> Result:
         model=str(model),
         stop=stops.as_fields() if stops is not None else None,
         divergence=divergence,
+        **({"data": str(train.report)} if isinstance(train, GrowingDataset) else {}),
         **({} if why is None else {"learned_nothing": why}),
         **({} if ended_early is None else {"ended_early": ended_early}),
         fetched=[fetcher.as_fields() for fetcher in built.inputs.train.fetchers],

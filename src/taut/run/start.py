@@ -93,7 +93,8 @@ def look(
                     f"{out / MARK} has no 'identity'; expected what the run wrote; bring it back from a copy"
                 )
             mine = fingerprint.identity_of(run, inputs, ranks)
-            changed = fingerprint.require_same(before["identity"], mine, out).schedule
+            was = fingerprint.with_tokenized(before["identity"], inputs)
+            changed = fingerprint.require_same(was, mine, out).schedule
             if changed:
                 raise ConfigError(
                     f"resume=true: {out} is finished after step {end['step']}, and {'; '.join(changed)} changes "
@@ -127,7 +128,8 @@ def look(
     if saved is None:
         plan = run.plan(inputs.train)
         return Start(plan, mine, damaged=damaged, num_steps_before=num_steps)
-    _, rounding, schedule = fingerprint.require_same(identity, mine, saved.path)
+    was = fingerprint.with_tokenized(identity, inputs)
+    _, rounding, schedule = fingerprint.require_same(was, mine, saved.path)
     return Start(
         plan=_plan(run, inputs, Cursor(*saved.meta.cursor), saved.path),
         identity=mine,

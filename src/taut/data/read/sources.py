@@ -194,7 +194,7 @@ class OpenSource:
         file's own bytes. Raises DataError where the files are not what the digest covers.
         """
         is_own_line = as_lines and self.has_lines and self.change is None
-        self._require_unchanged()
+        self.require_unchanged()
         self.left_out[0] = num_taken = 0
         try:
             for number, record in self._read(is_own_line):
@@ -227,15 +227,15 @@ class OpenSource:
                     "expected some; widen the share"
                 )
         except (DataError, OSError) as error:
-            self._require_unchanged()  # another process may have cut the file
+            self.require_unchanged()  # another process may have cut the file
             if isinstance(error, DataError):
                 raise
             raise DataError(
                 f"{self.path}: cannot be read: {error.strerror or error}; expected a readable file"
             ) from None
-        self._require_unchanged()
+        self.require_unchanged()
 
-    def _require_unchanged(self) -> None:
+    def require_unchanged(self) -> None:
         if changed := changes(self.stamps):
             raise DataError(
                 f"{self.path}: the data changed while they were read: {changed[0]}; expected them to stay as they "

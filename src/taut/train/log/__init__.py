@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
+from taut.config import Decision
 from taut.errors import redacted_in
 from taut.train.log.custom_sink import CustomSink
 from taut.train.log.events import KINDS, Event, EventLog, Kind, ReportLost, all_events, read_events
@@ -60,6 +61,15 @@ class RunLog:
         self._is_open = sinks is not None
         self._sinks = list(sinks or [])
         self._custom = custom
+        self._console: Any = None
+
+    def decide(self, decisions: Sequence[Decision], out: Path, config: LogConfig) -> None:
+        """Print decisions as soon as they are known, each once, where there is a console."""
+        if config.console:
+            from taut.train.log.console import ConsoleReport
+
+            self._console = self._console or ConsoleReport(config.every, out=out)
+            self._console.show_decisions(redacted_in({"decisions": [*decisions]})["decisions"])
 
     def open(
         self,
@@ -94,10 +104,9 @@ class RunLog:
         for sink in self._custom:
             sink.bind({"out": out, "settings": read_settings(out), "run_id": report_id(out)})
             sinks.append(sink)
-        if config.console:
-            from taut.train.log.console import ConsoleReport
-
-            sinks.append(ConsoleReport(config.every, out=out))
+        self.decide((), out, config)
+        if self._console is not None:
+            sinks.append(self._console)
         sinks.append(record)  # last, so that a warning about a lost report precedes the end event
         return self
 

@@ -12,7 +12,7 @@ import shlex
 import statistics
 import sys
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, cast
@@ -122,6 +122,7 @@ class ConsoleReport:
         self._best: Event | None = None
         self._rollouts: list[Event] = []
         self._start_checks: list[Event] = []
+        self._decided: set[tuple[str, ...]] = set()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -152,9 +153,15 @@ class ConsoleReport:
             cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
             self._print("  ".join(cells).rstrip())
 
+    def show_decisions(self, decisions: Iterable[Sequence[str]]) -> None:
+        """Print the decisions that are not printed yet: many are known long before the event ``start``."""
+        if new := [row for row in map(tuple, decisions) if row not in self._decided]:
+            self._decided.update(new)
+            self._print_rows(new)
+
     def _show_start(self, event: Event) -> None:
         self._num_steps = event.get("num_steps")
-        self._print_rows(event.get("decisions", ()))
+        self.show_decisions(event.get("decisions", ()))
         if event.get("model"):
             trained, total = event.get("num_trained"), event.get("num_parameters")
             size = ""

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from taut.config import Decision
 from taut.io import progress
 from taut.train.log import Event, RunLog, Sink, read_events
 from taut.train.log.console import ConsoleReport
@@ -406,6 +407,26 @@ def test_the_sinks_that_were_asked_for_are_opened(
     with RunLog().open(tmp_path, LogConfig()) as log:
         log.emit("warning", detail="w")
     assert capsys.readouterr().out == "warning: w\n"
+
+
+def test_decisions_are_printed_when_they_are_known_and_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dtype, place = Decision("dtype", "float32", "set"), Decision("url", "http://a:b@c/", "given")
+    log = RunLog()
+    log.decide([dtype], tmp_path, LogConfig())
+    assert capsys.readouterr().out == "dtype  float32  set\n"
+    log.decide([dtype, place], tmp_path, LogConfig())
+    assert capsys.readouterr().out == "url  http://***@c/  given\n"
+    log.decide([dtype, place], tmp_path, LogConfig())
+    assert capsys.readouterr().out == ""
+    with log.open(tmp_path, LogConfig()):
+        log.emit("start", decisions=[dtype, place, Decision("attention", "reference", "a CPU")])
+    assert capsys.readouterr().out == "attention  reference  a CPU\n"
+    (start,) = read_events(tmp_path / "events.jsonl")
+    assert [name for name, *_ in start["decisions"]] == ["dtype", "url", "attention"]
+    RunLog().decide([dtype], tmp_path, LogConfig(console=False))
+    assert capsys.readouterr().out == ""
 
 
 def test_wandb_is_told_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
