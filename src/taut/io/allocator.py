@@ -94,8 +94,8 @@ def resident_bytes() -> int | None:
 
 
 def bound_kernel_cache() -> None:
-    """Let oneDNN, and what torch keeps of it, hold the kernels of the shapes of a few micro-batches (of themselves: 1,024
-    each), for a torch that is not imported yet, unless the user has said how many.
+    """Let oneDNN, and what torch keeps of it, hold the kernels of the shapes of a few micro-batches (of themselves:
+    1,024 each), for a torch that is not imported yet, unless the user has said how many.
     """
     for variable in KERNEL_CACHES:
         os.environ.setdefault(variable, "64")
