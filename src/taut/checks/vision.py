@@ -127,17 +127,18 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
 
 @dataclass(frozen=True)
 class StandIn:
-    """A picture of noise in the size of another one, which it replaces in a check."""
+    """A picture of noise, or a blank one, in the size of another one, which it replaces in a check."""
 
     original: Picture
+    is_blank: bool = False
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(f"noise for {self.original.digest}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.is_blank} {self.original.digest}".encode()).hexdigest()
 
     @property
     def source(self) -> str:
-        return f"noise for {self.original.source}"
+        return f"{'blank' if self.is_blank else 'noise'} for {self.original.source}"
 
     @property
     def content(self) -> str:
@@ -155,7 +156,7 @@ class StandIn:
         for name, value in tensors.items():
             if value.is_floating_point():  # waves along every axis: not one color everywhere
                 waves = (0.7 * torch.arange(value.numel(), dtype=torch.float64)).sin()
-                tensors[name] = waves.reshape(value.shape).to(value)
+                tensors[name] = waves.reshape(value.shape).to(value) * (not self.is_blank)
         return tensors
 
 
