@@ -27,17 +27,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers.utils.hub import cached_file
 
-from taut.checks.registry import (
-    MAX_EXAMPLES,
-    Finding,
-    check,
-    failed,
-    passed,
-    skip_if,
-    skipped,
-    split_error,
-    warned,
-)
+from taut.checks.registry import Finding, check, failed, passed, skip_if, split_error, warned
 from taut.checks.session import GENERATED, Session, once
 from taut.data.render.chat_template import PROBE, Ids, Template, Text, checked, common_length
 from taut.data.render.render import CLOSED, OPENED, THINKING
@@ -310,8 +300,7 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     if 2 * len(lost) > len(texts):
         return failed(
             f"the ids of {len(lost)} of {len(texts)} rows read back as another text",
-            measured=(len(lost), f"of {len(texts)} rows"),
-            evidence=[_becomes(*pair) for pair in lost[:MAX_EXAMPLES]],
+            measured=([_becomes(*pair) for pair in lost], f"of {len(texts)} rows"),
             remedy="the tokenizer loses what the rows say (its normalizer, or characters it has no token for); use one "
             "that keeps text, or prepare the rows as the model expects them",
         )
@@ -320,7 +309,7 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     id_of = session.tokenizer.backend_tokenizer.token_to_id
     pieces = [mark for mark in marks if id_of(mark) is None]  # made for another tokenizer
     if pieces:
-        notes.append(f"written in pieces, being no tokens: {' '.join(pieces[:MAX_EXAMPLES])}")
+        notes.append(f"written in pieces, being no tokens: {' '.join(pieces[:3])}")
     return passed("ids read back as the text", len(texts) - len(lost), "rows", notes)
 
 
@@ -345,9 +334,8 @@ def the_ids_are_those_of_tokenizer_json(session: Session) -> Finding:
         name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **revision
     )
     texts = [text for text in rows.ids_of if not any(token in text.text for token in added)][:ROWS]
-    if path is None or not texts:
-        return skipped("no row could be rendered, or the model has no tokenizer.json")
-    file, differ = Tokenizer.from_file(path), []
+    skip_if(not path or not texts, "no row could be rendered, or the model has no tokenizer.json")
+    file, differ = Tokenizer.from_file(str(path)), []
     # the file's own tokenizer, as servers in other languages read it
     file.no_truncation()
     file.no_padding()
@@ -363,8 +351,7 @@ def the_ids_are_those_of_tokenizer_json(session: Session) -> Finding:
         return passed("the ids of tokenizer.json", len(texts), "texts")
     return warned(
         f"{type(session.tokenizer).__name__} makes other ids of {len(differ)} of {len(texts)} than tokenizer.json",
-        measured=(len(differ), f"of {len(texts)} texts"),
-        evidence=differ[:MAX_EXAMPLES],
+        measured=(differ, f"of {len(texts)} texts"),
         remedy="the run trains and saves those of the class; if the model knows those of the file, set "
         "tokenizer_class=TokenizersBackend in tokenizer_config.json (qwen2 ignores it)",
     )
@@ -394,28 +381,24 @@ def messages_have_no_special_tokens(session: Session) -> Finding:
     unit = f"of {len(chats)} rows"
     if not places:
         return passed("no special token in the messages' words", 0, unit)
-    says = f"{' '.join([*tokens][:MAX_EXAMPLES])} in the messages of {len(places)} {unit} is trained as "
-    measured, evidence = (len(places), unit), places[:MAX_EXAMPLES]
+    says = f"{' '.join([*tokens][:3])} in the messages of {len(places)} {unit} is trained as "
     if template.is_as_text:
         return warned(
             f"{says}text",
-            measured=measured,
-            evidence=evidence,
+            measured=(places, unit),
             remedy="servers that tokenize a rendering (transformers, vLLM) read it as a control token and serve other "
             "ids than were trained; ask through taut or with ids, or take it out",
         )
     if 2 * len(places) > len(chats):
         return failed(
             f"{says}a control token",
-            measured=measured,
-            evidence=evidence,
+            measured=(places, unit),
             remedy="the rows seem to be rendered already; give plain messages, or the rendered text in a column text; "
             "if people say it, set data.control_tokens=as_text",
         )
     return warned(
         f"{says}a control token",
-        measured=measured,
-        evidence=evidence,
+        measured=(places, unit),
         remedy="servers that tokenize a rendering (transformers, vLLM) read it so too, whoever writes it; take it out, "
         "or set data.control_tokens=as_text, which trains it as text",
     )
@@ -462,7 +445,7 @@ def system_messages_are_written(session: Session) -> Finding:
         return failed(
             f"the template leaves out the system message of {len(dropped)} of {num_with} rows",
             measured=(len(dropped), f"of {num_with} rows"),
-            evidence=[*dropped[:MAX_EXAMPLES], *instead],
+            evidence=[*dropped[:3], *instead],
             remedy="give a template that writes system messages with data.template=FILE, or put their words into the "
             "first user message",
         )
@@ -510,8 +493,7 @@ def messages_are_written_word_for_word(session: Session) -> Finding:
         return failed(
             f"the template leaves out or changes words of {len(lost)} of {number} messages "
             f"({', '.join(sorted(kinds))})",
-            measured=(len(lost), f"of {number} messages"),
-            evidence=lost[:MAX_EXAMPLES],
+            measured=(lost, f"of {number} messages"),
             remedy="give a template that writes every message as it is with data.template=FILE, or change the rows",
         )
     # white space that the template takes off is no fault
@@ -582,8 +564,7 @@ def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
         if wrong:
             return failed(
                 f"{says} {len(wrong)} of {number} answers",
-                measured=(len(wrong), f"of {number} answers"),
-                evidence=shown[:MAX_EXAMPLES],
+                measured=(shown, f"of {number} answers"),
                 remedy=remedy,
             )
     # nothing is wrong: what the rows have, and what prompts do
@@ -626,10 +607,10 @@ def tools_and_calls_are_written(session: Session) -> Finding:
     if wrong:
         return failed(
             f"in {len(wrong)} of {len(chats)} rows the template {wrong[0][1]}",
-            measured=(len(wrong), f"of {len(chats)} rows"),
-            evidence=[
-                f"{short_place(chat.place)}: {words}" for chat, _, words in wrong[:MAX_EXAMPLES]
-            ],
+            measured=(
+                [f"{short_place(it.place)}: {s}" for it, _, s in wrong],
+                f"of {len(chats)} rows",
+            ),
             remedy="give a template that writes tools, and calls as JSON (tojson), with data.template=FILE; or take "
             "them out of the rows",
         )
@@ -690,8 +671,7 @@ def rows_begin_with_one_bos(session: Session) -> Finding:
     if 2 * len(twice) > len(rows):
         return failed(
             f"{token} stands twice running in {len(twice)} of {len(rows)} rows",
-            measured=(len(twice), f"of {len(rows)} rows"),
-            evidence=twice[:MAX_EXAMPLES],
+            measured=(twice, f"of {len(rows)} rows"),
             remedy=f"write {token} once: take it out of the template (data.template=FILE) or out of the rows' text",
         )
     number = sum(ids[:1] == [bos] for _, ids in rows)
@@ -733,7 +713,7 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
     wrong = [] if session.is_generated else wrong
     if 2 * len(wrong) > len(turns):
         evidence = []
-        for turn in wrong[:MAX_EXAMPLES]:
+        for turn in wrong:
             prompt, row = turn.prompt.text, turn.row.text
             at = common_length(prompt, row)
             evidence.append(
@@ -742,8 +722,7 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
             )
         return failed(
             f"the prompt is not the beginning of the row before {len(wrong)} of {len(turns)} answers",
-            measured=(len(wrong), f"of {len(turns)} answers"),
-            evidence=evidence,
+            measured=(evidence, f"of {len(turns)} answers"),
             remedy="the model would be asked with other words than it is taught after; give a template whose "
             "generation prompt is what it writes before answers with data.template=FILE",
         )
@@ -765,8 +744,7 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
     if taught:
         return failed(
             "the template has no generation prompt: the header would be part of each answer",
-            measured=(len(taught), f"of {len(chats[:HEADERS])} rows"),
-            evidence=taught,
+            measured=(taught, f"of {len(chats[:HEADERS])} rows"),
             remedy="write the answer's header where add_generation_prompt is true, in a template given with "
             "data.template=FILE",
         )
@@ -805,8 +783,7 @@ def no_token_spans_prompt_and_answer(session: Session) -> Finding:
     if 2 * len(merged) > len(turns):
         return failed(
             f"a token reaches over the boundary of {len(merged)} of {len(turns)} answers",
-            measured=(len(merged), f"of {len(turns)} answers"),
-            evidence=merged[:MAX_EXAMPLES],
+            measured=(merged, f"of {len(turns)} answers"),
             remedy="take white space from where they meet: from the end of the prompt (or of the template's generation "
             "prompt) or the beginning of the answer",
         )
@@ -828,8 +805,7 @@ def answers_are_trained_as_first_written(session: Session) -> Finding:
     if session.run.data.targets == "all" and rewritten:
         return failed(
             f"with targets=all, {len(rewritten)} of {len(chats)} rows are trained on answers rewritten as history",
-            measured=(len(rewritten), unit),
-            evidence=rewritten[:MAX_EXAMPLES],
+            measured=(rewritten, unit),
             remedy="set data.targets=assistant, which trains each answer as it is written when it is given",
         )
     if not rewritten:
@@ -894,12 +870,11 @@ def targets_are_the_answers(session: Session) -> Finding:
     if wrong:
         return failed(
             f"the targets of {len(wrong)} of {num_rows} rows are not the answers",
-            measured=(len(wrong), f"of {num_rows} rows"),
-            evidence=wrong[:MAX_EXAMPLES],
+            measured=(wrong, f"of {num_rows} rows"),
             remedy="look at `taut show`, which marks targets; give a template that writes the answer, and it alone, "
             "after its generation prompt with data.template=FILE",
         )
-    return passed("targets are the answers", num_rows, "rows", notes[:MAX_EXAMPLES])
+    return passed("targets are the answers", num_rows, "rows", notes[:3])
 
 
 def _targets_as_text(session: Session, samples: Sequence[Sample]) -> str:
@@ -921,8 +896,7 @@ def plain_prompts_go_through_the_template(session: Session) -> Finding:
     template, so a model that is trained on plain text never sees the prompts it will be asked; if data.train also has
     conversations, it learns two forms of the same thing. Documents (the column ``text``) are plain text on purpose.
     """
-    if session.language.renderer.template.template is None:
-        return skipped("the tokenizer has no chat template")
+    skip_if(session.language.renderer.template.template is None, "there is no chat template")
     forms: dict[str, Counter[RowForm]] = {name: data.forms for name, data in session.data}
     num_plain = sum(form["completion"] for form in forms.values())
     unit = f"of {sum(form.total() for form in forms.values()):,} rows"

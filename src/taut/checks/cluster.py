@@ -44,7 +44,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
+from taut.checks.registry import Finding, check, failed, passed, skip_if, warned
 from taut.config import to_dict, user_path
 from taut.data.settings import IS_PATTERN
 from taut.data.store.cache import directory_of
@@ -78,8 +78,6 @@ for it, and a CPU's is then slower than 1 Gbit/s."""
 NETWORKS = {"cuda": "NCCL", "cpu": "gloo"}
 ROOM = 2**30
 """Minimum free bytes in each place, beyond the files that go there."""
-MAX_LINES = 6
-"""Maximum lines of evidence."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ def processes_are_on_all_nodes(cluster: Cluster) -> Finding:
             f"{says}: {odd[0].node} has {odd[0].found}, expected {odd[0].expected} as on the others",
             remedy="give torchrun the same --nproc-per-node on each node, unless this is meant",
             measured=(size, "ranks"),
-            evidence=lines[:MAX_LINES],
+            evidence=lines,
         )
     return passed(says, size, "ranks", lines)
 
@@ -229,7 +227,7 @@ def _compared(
         lines[0],
         remedy=remedy,
         measured=(len(odd), f"of {len(names)} {unit}"),
-        evidence=lines[1 : MAX_LINES + 1],
+        evidence=lines[1:],
     )
 
 
@@ -250,7 +248,7 @@ def output_is_shared(cluster: Cluster) -> Finding:
             remedy="name an out in a folder that all nodes mount: every rank writes its part of a checkpoint there, "
             "and a resume reads all of them",
             measured=(len(blind), f"of {len(seen)} nodes"),
-            evidence=[f"{node}: {what}" for node, what in seen.items()][:MAX_LINES],
+            evidence=[f"{node}: {what}" for node, what in seen.items()],
         )
     return passed(f"{out} is shared, and all may write there", len(seen), "nodes")
 
@@ -272,7 +270,7 @@ def cache_is_known(cluster: Cluster) -> Finding:
             f"{cache} on {blind[0]}: {seen[blind[0]]}; expected one folder: a stream is recorded there for all ranks",
             remedy="set data.cache, or TAUT_CACHE, to a folder that all nodes mount",
             measured=(len(blind), f"of {len(seen)} nodes"),
-            evidence=lines[:MAX_LINES],
+            evidence=lines,
         )
     return passed(
         f"{cache} is not shared: each node tokenizes the data for itself",
@@ -372,11 +370,10 @@ def _same_files(cluster: Cluster, what: Literal["data", "model"], paths: Iterabl
             lines[0],
             remedy=f"copy the {what} to that node again, or read it from a folder that all nodes mount",
             measured=(len(lines), f"of {counted(len(names), 'files')}"),
-            evidence=lines[1 : MAX_LINES + 1],
+            evidence=lines[1:],
         )
     first = next(iter(hashed.values()))
-    if not first:
-        return skipped(f"no files of the nodes' own: {', '.join(named[:3]) or 'none is named'}")
+    skip_if(not first, f"no files of the nodes' own: {', '.join(named[:3]) or 'none is named'}")
     size = sum(file.size for file in first.values())
     num_read = sum(file.num_read for file in first.values())
     whole = "whole" if num_read == size else f"by size and {num_read / 1e9:.1f} GB of content"
@@ -471,7 +468,7 @@ def clocks_agree(cluster: Cluster) -> Finding:
         remedy="let the nodes set their clocks by one server (chrony, systemd-timesyncd): the times in logs, and what "
         "checks a certificate or a token, are wrong otherwise",
         measured=(spread, "s apart"),
-        evidence=[f"{node}: {offset:+,.1f} s" for node, offset in offsets.items()][:MAX_LINES],
+        evidence=[f"{node}: {offset:+,.1f} s" for node, offset in offsets.items()],
     )
 
 
@@ -495,7 +492,7 @@ def devices_agree(cluster: Cluster) -> Finding:
             remedy="leave that node out, unless this is meant: every step waits for the slowest, and the smallest "
             "memory sets the batch",
             measured=(len(odd), f"of {len(answers)} ranks"),
-            evidence=[f"{one.node}: {one.found}" for one in odd[1:MAX_LINES]],
+            evidence=[f"{one.node}: {one.found}" for one in odd[1:]],
         )
     kind = "GPU" if is_cuda else "no GPU; processor"
     return passed(f"{kind} {next(iter(answers.values()))}", len(answers), "ranks")
@@ -528,7 +525,7 @@ def sums_are_right(cluster: Cluster) -> Finding:
             f"{wrong[0]}; expected integers, exactly",
             remedy="leave that node out, and have its memory, GPU and network card examined",
             measured=(len(wrong), f"of {ranks.size} ranks"),
-            evidence=wrong[1 : MAX_LINES + 1],
+            evidence=wrong[1:],
         )
     says = f"all sums are exact; {rate / 1e9:.3g} GB/s a link by {network}"
     if rate < SLOWEST[kind]:
@@ -614,7 +611,7 @@ def disks_have_room(cluster: Cluster) -> Finding:
             lines[0],
             remedy="free some, or set out, data.cache (TAUT_CACHE) or TMPDIR to a folder on another disk",
             measured=(least, "GB"),
-            evidence=lines[1 : MAX_LINES + 1],
+            evidence=lines[1:],
         )
     return passed("the fullest disk has room", least, "GB")
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut.checks import measure
 from taut.checks.attention import library_numbers
-from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session, num_tokens
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.losses.loss import count_units
@@ -77,8 +77,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
     if narrow:
         return failed(
             f"{len(narrow)} tensors are narrower than {dtype_name(parameters)}",
-            measured=(len(narrow), "tensors"),
-            evidence=narrow[:3],
+            measured=(narrow, "tensors"),
             remedy="small updates and far positions would be rounded away; load the model in float32: remove what "
             "narrows these in its code or config, and please report the model",
         )
@@ -208,8 +207,7 @@ def a_new_adapter_changes_nothing(session: Session) -> Finding:
     The pair's logprobs with it and with all of it switched off.
     """
     skip_if(not is_adapted(session.scorer.model), "there is no adapter")
-    if session.run.lora.adapter is not None:
-        return skipped("lora.adapter goes on from an adapter that has learned")
+    skip_if(session.run.lora.adapter, "lora.adapter goes on from an adapter that has learned")
     quantity = session.quantity
     samples = session.pair if session.loaded.one_sample is None else session.pair[:1]
     with_adapter = session.numbers(samples)
@@ -442,9 +440,7 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
     step has them, the policy in training mode, in which anything random in it would show. The loss is compared with
     THEORY.
     """
-    obstacle = session.run.models().unlike_the_start
-    if obstacle is not None:
-        return skipped(obstacle)
+    skip_if(session.run.models().unlike_the_start)
     report = measure.first_step(session).report
     assert report is not None, "asked after loss.reached"
     worst, where, number = 0.0, "", 0
@@ -531,8 +527,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     Cross entropy is summed here again. Another loss is taken at its word, on all samples in one list: the question is
     whether cutting, packing and dividing change it.
     """
-    if why_not := session.run.loss_not_in_samples:
-        return skipped(why_not)
+    skip_if(session.run.loss_not_in_samples)
     report = measure.first_step(session).report
     assert report is not None, "asked after loss.reached"
     # targets and weights, as the samples have them
@@ -542,8 +537,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     if differ:
         return failed(
             f"{len(differ)} of {len(samples)} samples are not summed as they are",
-            measured=(len(differ), f"of {len(samples)} samples"),
-            evidence=differ[:MAX_EXAMPLES],
+            measured=(differ, f"of {len(samples)} samples"),
             remedy="packing loses or changes targets; set batch.share_prefixes=false, and please report this",
         )
     # the loss of the step's own numbers
@@ -571,8 +565,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
             f"the step's loss is {loss:.6g}, and {alone:.6g} from its samples alone (rounding: {limit:.2g})",
             measured=(loss - alone, unit),
             evidence=[
-                f"{sample.id}: {float(numbers[sample.id].mean()):.6g} alone"
-                for sample in samples[:MAX_EXAMPLES]
+                f"{sample.id}: {float(numbers[sample.id].mean()):.6g} alone" for sample in samples
             ],
             remedy="the training forward does not compute this model; set batch.share_prefixes=false and "
             "attention=reference, and please report the model",
@@ -639,8 +632,7 @@ def the_chunked_head_gives_the_plain_gradient(session: Session) -> Finding:
     weight, bias and rows that train by themselves.
     """
     skip_if(session.is_scalar, "a reward model has no output head")
-    if session.ranks.is_sharded:
-        return skipped("a sharded head is whole only inside the model; asked on one rank")
+    skip_if(session.ranks.is_sharded, "a sharded head is whole only inside the model")
     head = measure.first_step(session).heads[0]
     hidden_ND = head.hidden_ND[:48].detach()
     target_N = head.packed.target_N[:48].to(hidden_ND.device)
@@ -714,8 +706,7 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
     through the library: its numbers times the derivative of the loss by them.
     """
     trainer = session.trainer
-    if why_not := session.run.loss_not_in_samples:
-        return skipped(why_not)
+    skip_if(session.run.loss_not_in_samples)
     skip_if(trainer.noise is not None, "noise is on: samples alone would have other noise")
     skip_if(session.ranks.is_sharded, "the library's own path runs on one rank")
     samples = session.tree_samples

@@ -206,6 +206,22 @@ def weights_put_back(session: Session) -> Iterator[dict[str, Tensor]]:
             restore_weights(session, copies)
 
 
+@contextmanager
+def weights_moved(session: Session, move: float) -> Iterator[dict[str, Tensor]]:
+    """The same, with noise on all that trains: ``move`` of a tensor's spread, or of 0.1 if its values are alike."""
+    with weights_put_back(session) as copies:
+        for number, parameter in enumerate(trained(session).values()):
+            # one each: what is whole moves alike on every rank
+            generator, part = (
+                torch.Generator().manual_seed(session.run.seed + number),
+                local(parameter),
+            )
+            spread = float(part.float().std()) if part.numel() > 1 else 0.0
+            noise = torch.randn(part.shape, generator=generator) * move * (spread or 0.1)
+            part.add_(noise.to(part.device, part.dtype))
+        yield copies
+
+
 @torch.no_grad()
 def restore_weights(session: Session, copies: Mapping[str, Tensor]) -> None:
     """Restore the weights from ``copies``."""

@@ -29,16 +29,8 @@ from torch import nn
 
 from taut.checks.chat_template import quoted, short_place
 from taut.checks.data import flat_train
-from taut.checks.registry import MAX_EXAMPLES, Finding, check, passed, skip_if, warned
-from taut.checks.session import (
-    GENERATED,
-    NUM_ROWS,
-    Session,
-    cut_out,
-    from_picture,
-    is_text,
-    once,
-)
+from taut.checks.registry import Finding, check, passed, skip_if, warned
+from taut.checks.session import GENERATED, NUM_ROWS, Session, cut_out, from_picture, is_text, once
 from taut.checks.vision import StandIn
 from taut.data.batching import lay_out
 from taut.data.packing import ALONE, ids_with_pictures, pack, shared_prefixes
@@ -319,7 +311,7 @@ def the_model_knows_the_language_of_the_rows(session: Session) -> Finding:
         return passed(f"random weights, nothing was trained yet; {numbers}", loss, UNIT)
     if not is_lost(session):
         return passed(f"known; {numbers}", loss, UNIT)
-    rows = measured(session)[0][:MAX_EXAMPLES]
+    rows = measured(session)[0][:3]
     return warned(
         f"the model does not know these texts: {loss:.2f} nats a token; {numbers}",
         measured=(loss, UNIT),
@@ -421,7 +413,7 @@ def _told(
     says = f"{what}: {gain:+.2f} +- {half:.2f} nats a token, of {len(gains)} rows"
     if not is_wrong(gain, half):
         return passed(says, gain, UNIT)
-    worst = sorted(gains, key=lambda pair: pair[0])[:MAX_EXAMPLES]
+    worst = sorted(gains, key=lambda pair: pair[0])[:3]
     shown = [_shown(session, row, gain) for gain, row in worst]
     return warned(says, measured=(gain, UNIT), evidence=shown, remedy=remedy)
 

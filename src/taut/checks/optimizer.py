@@ -33,8 +33,10 @@ def the_learning_rate_reaches_its_peak(session: Session) -> Finding:
     if wrong:
         return failed(
             f"the learning rate of {len(wrong)} of {len(rates)} steps is not above 0 and at most {peak:g}",
-            measured=(len(wrong), f"of {len(rates)} steps"),
-            evidence=[f"step {step}: {rates[step]:g}" for step in wrong[:3]],
+            measured=(
+                [f"step {step}: {rates[step]:g}" for step in wrong],
+                f"of {len(rates)} steps",
+            ),
             remedy="those steps would teach nothing, or too much; set another optim.schedule, and please report this",
         )
     at, highest = max(rates.items(), key=lambda item: item[1])
@@ -136,8 +138,8 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
     on judged answers have floors of their own (a policy's log-ratios are bounded, smoothed labels never certain): there
     it is enough that every pair comes out in order, or every answer on its side.
     """
-    if session.trainer.noise is not None:
-        return skipped("noise is on, and blurs what a few samples can be learned to")
+    is_noisy = session.trainer.noise is not None
+    skip_if(is_noisy, "noise is on, and blurs what a few samples can be learned to")
     skip_if(session.is_policy_gradient, "a policy gradient's loss does not say what was learned")
     trees = _consistent_trees(session.trees)
     samples = [sample for tree in trees for sample in tree.samples]

@@ -16,9 +16,6 @@ from taut.data.rows.schema import REQUIRED, Columns, Recognized, best_row, read_
 from taut.errors import DataError, PictureError
 from taut.vision.content import ImageRef, decoded_size, encoded, require_allowed
 
-MAX_ROWS = 4
-"""Maximum rows or columns named as evidence."""
-
 
 class Record(NamedTuple):
     """A row as its file holds it."""
@@ -116,7 +113,7 @@ def every_picture_can_be_read(session: Session) -> Finding:
         except PictureError as error:
             broken.append(str(error) if image_store is not None else f"{place}: {error}")
     if 8 <= max(contents.values(), default=0) > 0.9 * len(pictures):
-        evidence = [place for place, _ in pictures[:MAX_ROWS]]
+        evidence = [place for place, _ in pictures]
         remedy = "see what the rows name: with one picture for all nothing is learned of pictures"
         return warned("nearly all pictures are one and the same", evidence=evidence, remedy=remedy)
     if not broken:
@@ -124,11 +121,10 @@ def every_picture_can_be_read(session: Session) -> Finding:
     unit = f"of {len(pictures):,} pictures"
     says = f"{len(broken):,} {unit} cannot be read"
     if images.bad == "drop":
-        return passed(f"{says}, and their rows are left out", len(broken), unit, broken[:MAX_ROWS])
+        return passed(f"{says}, and their rows are left out", len(broken), unit, broken[:4])
     return failed(
         says,
-        measured=(len(broken), unit),
-        evidence=broken[:MAX_ROWS],
+        measured=(broken, unit),
         remedy="correct the paths (from data.images.folder, the data file's directory, or here), leave the rows out "
         'with data.images.bad="drop", or name the column in data.ignore_keys',
     )
@@ -233,14 +229,14 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
         return (warned if is_beside else failed)(
             f"the column {name} is passed over: format {kind} does not read it",
             measured=(len(examples), f"of {num_of[source]:,} rows"),
-            evidence=[rows[0].shown(column) for (_, column), rows in lost.items()][:MAX_ROWS],
+            evidence=[rows[0].shown(column) for (_, column), rows in lost.items()],
             remedy=remedy.format(name) + ", or name it in data.ignore_keys if it is not to be used",
         )
     kinds = " and ".join(Counter(row.how.format for row in read))
     if session.is_generated:
         return passed(f"{kinds}; rewards read the other columns", len(read), "rows")
     counts = Counter(name for row in read for name in row.how.unread)
-    notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(MAX_ROWS)]
+    notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(4)]
     left = f"{len(counts)} columns are not read" if counts else "every column is read"
     return passed(f"{kinds}; {left}", len(read), "rows", notes)
 
@@ -269,8 +265,7 @@ def _preferences_not_read(read: Sequence[ReadRecord]) -> Finding | None:
     if 2 * len(judged) > len(trained) and 0 < len(bad) < len(judged):
         return failed(
             f"{len(bad):,} of {len(trained):,} answers are marked label false, and would be learned",
-            measured=(len(bad), unit),
-            evidence=[f"{row.record.place}: label is false" for row in bad[:MAX_ROWS]],
+            measured=([f"{row.record.place}: label is false" for row in bad], unit),
             remedy="keep the rows whose label is true, or name label in data.ignore_keys if it says something else",
         )
     return None

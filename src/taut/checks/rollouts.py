@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 from taut.checks.chat_template import quoted, short_place
-from taut.checks.measure import local, restore_weights, shard_weights, trained, weights_put_back
+from taut.checks.measure import restore_weights, weights_moved
 from taut.checks.registry import (
-    MAX_EXAMPLES,
     Finding,
     Skip,
     check,
@@ -48,6 +47,7 @@ from taut.rewards.custom import UserReward
 from taut.rewards.reward_set import RewardResult, RewardSet
 from taut.rewards.settings import Judged
 from taut.rewards.verifier import RewardInput, Score
+from taut.rl.environment import EnvironmentPool
 from taut.rl.online import Online
 from taut.rl.rollout import Group, Rollout, RolloutRequest, score_trees
 from taut.rl.worker import RolloutWorker
@@ -130,7 +130,7 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
                 measured=(int(long.size), unit),
                 evidence=[
                     f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens, with an answer up to {needed_S[i]:,}"
-                    for i in long[:MAX_EXAMPLES]
+                    for i in long
                 ],
                 remedy=f"start the server with --max-model-len {int(needed_S.max())}, or set rollout.max_new_tokens",
             )
@@ -149,7 +149,7 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
             measured=(int(full.size), unit),
             evidence=[
                 f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens of {context:,}"
-                for i in full[:MAX_EXAMPLES]
+                for i in full
             ],
             remedy=f"set {shorter}, or use a model, or a server, with a longer context",
         )
@@ -160,6 +160,14 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
     return passed(f"{says}, of {context:,}", longest, "tokens", notes)
 
 
+def _environments(session: Session) -> EnvironmentPool:
+    """The environments. Skips the check if none answers."""
+    environments = rollout_worker(session).environments
+    if environments is None:
+        raise Skip("no environment answers: a path has one turn")
+    return environments
+
+
 @check("rollout.turns", after=["rollout.opens"])
 def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
     """Is what comes between two turns what the template writes there?
@@ -168,9 +176,7 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
     prompt have to be, token for token, the conversation rendered as a whole. A template that writes turns otherwise
     once they are history keeps what comes between; that is a note.
     """
-    environments = rollout_worker(session).environments
-    if environments is None:
-        return skipped("no environment answers: a path has one turn")
+    environments = _environments(session)
     assert isinstance(session.train, PromptSet)
     # right answers stand for turns
     rows = [row for row in session.train.prompt_rows[:8] if row.references]
@@ -202,9 +208,7 @@ def environments_begin_anew(session: Session) -> Finding:
     The first row is played several times, with its right answer and with another one: the same turns have to lead to
     the same, and a turn's outcome must not be that of the turn before.
     """
-    environments, train = rollout_worker(session).environments, session.train
-    if environments is None:
-        return skipped("no environment answers: a path has one turn")
+    environments, train = _environments(session), session.train
     assert isinstance(train, PromptSet)
     row, kind = train.prompt_rows[0], environments.kind_of(train.prompt_rows[0])
     skip_if(kind.is_agent, "an agent asks by itself")
@@ -263,26 +267,15 @@ class Marks(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """Answers to a row, and the rewards' values for them."""
-
-    asked: AnswersToJudge
-    right: list[RewardResult]
-    others: list[RewardResult]
-    """Values for the answers of another row."""
-    empty: RewardResult
-
-
-class AnswersToJudge(NamedTuple):
-    """Answers to a row: right ones, right ones of another row, and an empty one."""
+    """Answers to a row: right ones, right ones of another row, and an empty one; and the rewards' values for them."""
 
     row: PromptRow
-    right: list[RewardInput]
-    others: list[RewardInput]
-    empty: RewardInput
+    asked: list[list[RewardInput]]
+    results: Sequence[list[RewardResult]] = ()
 
     @property
-    def all(self) -> list[RewardInput]:
-        return [*self.right, *self.others, self.empty]
+    def answers(self) -> list[RewardInput]:
+        return [answer for some in self.asked for answer in some]
 
 
 @check("rewards.gold", after=["rollout.opens"])
@@ -328,12 +321,12 @@ def graded_rewards(session: Session) -> list[GradedRewards]:
         return len(session.tokenizer.encode(text, add_special_tokens=False)) + 1
 
     found, evaluated = [], session.run.eval.answers
-    asked: list[AnswersToJudge] = []
+    asked: list[Graded] = []
     if session.run.training_rewards:
         assert isinstance(session.train, PromptSet)
         asked = answers_to_judge(session.train.prompt_rows, num_tokens)
         if (rating := rollout_worker(session).rating) is not None:  # on every rank
-            rating.rate([answer for row in asked for answer in row.all], extract=False)
+            rating.rate([answer for row in asked for answer in row.answers], extract=False)
     if not session.ranks.is_writer:
         return []
     if session.run.training_rewards:
@@ -358,9 +351,7 @@ def graded_rewards(session: Session) -> list[GradedRewards]:
     return found
 
 
-def answers_to_judge(
-    rows: Sequence[PromptRow], num_tokens: Callable[[str], int]
-) -> list[AnswersToJudge]:
+def answers_to_judge(rows: Sequence[PromptRow], num_tokens: Callable[[str], int]) -> list[Graded]:
     """Answers to the first rows with a right answer. A reward may be slow, and is asked about four times per row."""
     rows = [row for row in rows if row.references][:16]
     found = []
@@ -371,21 +362,16 @@ def answers_to_judge(
             [replace(to_reward_input(row, text), num_tokens=num_tokens(text)) for text in texts]
             for texts in (right, others, [""])
         ]
-        found.append(AnswersToJudge(row, of_row[0], of_row[1], of_row[2][0]))
+        found.append(Graded(row, of_row))
     return found
 
 
-def grade_all(reward_set: RewardSet, asked: Sequence[AnswersToJudge]) -> list[Graded]:
+def grade_all(reward_set: RewardSet, asked: Sequence[Graded]) -> list[Graded]:
     """The rewards of the rows' right answers and wrong ones, all asked at once, side by side."""
-    answers = [answer for of_row in asked for answer in of_row.all]
-    reward_results = iter(reward_set.grade(answers, extract=False) if answers else ())
+    answers = [answer for of_row in asked for answer in of_row.answers]
+    results = iter(reward_set.grade(answers, extract=False) if answers else ())
     return [
-        Graded(
-            of_row,
-            [*islice(reward_results, len(of_row.right))],
-            [*islice(reward_results, len(of_row.others))],
-            next(reward_results),
-        )
+        of_row._replace(results=[[*islice(results, len(some))] for some in of_row.asked])
         for of_row in asked
     ]
 
@@ -455,11 +441,10 @@ def _marks(
     """Values of the reward ``name``, or of all rewards together; of several right or wrong answers, the best."""
 
     marks = Marks(name, judges, full_marks, must_apply, [], [], [], [])
-    for asked, right, others, empty in graded:
-        row = asked.row
+    for row, _, results in graded:
         scores = [
             [Score(one.total) if name == TOTAL else one.parts[name] for one in some]
-            for some in (right, others, [empty])
+            for some in results
         ]
         of_right, of_others, of_empty = (
             [score.value for score in some if score.value is not None] for some in scores
@@ -480,8 +465,7 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
     if len(marks.errors) > max_errors * num_rows:
         return failed(
             f"{name} fails on {len(marks.errors)} of {num_rows} right answers",
-            measured=(len(marks.errors), f"of {num_rows} are errors"),
-            evidence=marks.errors[:MAX_EXAMPLES],
+            measured=(marks.errors, f"of {num_rows} are errors"),
             remedy=f"mend {name}, or leave it out of {setting}",
         )
     if marks.judges == "form" and (right or marks.others or not marks.must_apply):
@@ -536,7 +520,7 @@ def rewards_are_functions_of_the_answer(session: Session) -> Finding:
     """
     notes, is_full = [], session.part == "full"
     for asked in graded_rewards(session):
-        inputs = [it for row in asked.graded[: 16 if is_full else 4] for it in row.asked.all]
+        inputs = [it for row in asked.graded[: 16 if is_full else 4] for it in row.answers]
         if not inputs and isinstance(session.train, PromptSet):
             inputs = [to_reward_input(session.train.prompt_rows[0], "yes")]
         inputs += [
@@ -557,7 +541,7 @@ def rewards_are_functions_of_the_answer(session: Session) -> Finding:
             if fault := fault or (_by_length(label, inputs, values) if has_order else None):
                 return fault
         # the scale of what is learned from
-        results = [it for row in asked.graded for it in (*row.right, *row.others, row.empty)]
+        results = [it for row in asked.graded for some in row.results for it in some]
         totals = [result.total for result in results if result.total is not None] or [0.0]
         largest, apart = float(np.abs(totals).max()), float(np.ptp(totals))
         is_divided = not asked.key and session.is_policy_gradient
@@ -587,7 +571,7 @@ def _other_value(
     unit = f"of {len(inputs)} answers"
     says = f"{label} gives {len(lines)} {unit} another reward when they are judged again"
     remedy = "let it depend on answer and row alone: not on chance, time, order, or what was judged before"
-    return warned(says, measured=(len(lines), unit), evidence=lines[:MAX_EXAMPLES], remedy=remedy)
+    return warned(says, measured=(lines, unit), remedy=remedy)
 
 
 def _by_length(label: str, inputs: Sequence[RewardInput], values: Values) -> Finding | None:
@@ -687,8 +671,7 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
     if wrong:
         return failed(
             wrong[0],
-            measured=(len(wrong), "differences"),
-            evidence=wrong[:MAX_EXAMPLES],
+            measured=(wrong, "differences"),
             remedy="answers would be compared with those to other prompts, or with themselves; please report this, "
             "with the settings of rollout",
         )
@@ -786,8 +769,7 @@ def rewards_read_the_sampled_text(session: Session) -> Finding:
     if wrong:
         return failed(
             f"the text of {len(wrong)} of {len(trajectories)} completions is not that of their tokens",
-            measured=(len(wrong), f"of {len(trajectories)} completions"),
-            evidence=wrong[:MAX_EXAMPLES],
+            measured=(wrong, f"of {len(trajectories)} completions"),
             remedy="rewards would judge what was not said; please report this",
         )
     return passed("texts are those of the sampled tokens", len(trajectories), "completions")
@@ -897,10 +879,7 @@ def engine_and_trainer_agree(session: Session) -> Finding:
     if refused:
         return failed(
             f"the engine fails on {len(refused)} of {len(answers)} completions",
-            evidence=[
-                f"{answer.prompt_id}: {answer.error or 'no logprobs'}"
-                for answer in refused[:MAX_EXAMPLES]
-            ],
+            evidence=[f"{answer.prompt_id}: {answer.error or 'no logprobs'}" for answer in refused],
             remedy="see what the engine, or the server's log, says of it",
         )
     gaps = []
@@ -962,8 +941,7 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
     def fault(lines: list[str], number: int, how: str) -> Finding:
         return failed(
             f"{len(lines)} of {number} completions are others when {how}",
-            measured=(len(lines), f"of {number} completions"),
-            evidence=lines[:MAX_EXAMPLES],
+            measured=(lines, f"of {number} completions"),
             remedy="an evaluation could not be had twice; please report this",
         )
 
@@ -998,18 +976,8 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
     engine, prompts, _ = sampled(session)
     limit = _engine_limit(session, engine)
     try:
-        for move in (0.1, 0.5, 2.0):  # of a tensor's spread, or of 0.1 if all its values are alike
-            with weights_put_back(session) as copies:
-                shard_weights(session)
-                with torch.no_grad():
-                    for number, parameter in enumerate(trained(session).values()):
-                        # one each: what is whole moves alike on every rank
-                        generator = torch.Generator().manual_seed(session.run.seed + number)
-                        part = local(parameter)
-                        spread = float(part.float().std()) if part.numel() > 1 else 0.0
-                        noise = torch.randn(part.shape, generator=generator)
-                        noise *= move * (spread or 0.1)
-                        part.add_(noise.to(part.device, part.dtype))
+        for move in (0.1, 0.5, 2.0):
+            with weights_moved(session, move) as copies:
                 engine.update(1)
                 answers = engine.generate(prompts, _sampling(session))
                 # what it drew, scored by the moved weights and by those put back

@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,8 +18,17 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from taut.checks.loss import ProductCounter, dtype_name
-from taut.checks.measure import first_step, trained
-from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
+from taut.checks.measure import first_step, trained, weights_moved
+from taut.checks.registry import (
+    Finding,
+    check,
+    failed,
+    passed,
+    skip_if,
+    skipped,
+    split_error,
+    warned,
+)
 from taut.checks.session import Session
 from taut.config import home_path, to_dict, user_path
 from taut.data.packing import ALONE, pack
@@ -88,8 +97,7 @@ def what_was_asked_is_in_force(session: Session) -> Finding:
     if wrong:
         return failed(
             f"{wrong[0].key} is not applied",
-            measured=(len(wrong), f"of {len(settings)} settings"),
-            evidence=[str(setting) for setting in wrong[:6]],
+            measured=([str(setting) for setting in wrong], f"of {len(settings)} settings"),
             remedy="the run would not be the one asked for; remove the setting, and please report this",
         )
     set_aside = ("batch.share_prefixes", "packing", FROZEN_DECISION)
@@ -442,10 +450,8 @@ def each_step_has_its_samples(session: Session) -> Finding:
     often as it should is ``data.packing``.
     """
     source, run, last = session.trainer.source, session.run, session.trainer.num_steps
-    if isinstance(source, Streamed):
-        return skipped(
-            "most rows are yet to come; a resume compares them with the checkpoint's digest"
-        )
+    is_streamed = isinstance(source, Streamed)
+    skip_if(is_streamed, "most rows are yet to come; a resume compares their digest")
     if not isinstance(source, Offline):
         return skipped("the method prepares its steps itself")
     order = source.order
@@ -528,10 +534,9 @@ def the_output_fits_on_its_disk(session: Session) -> Finding:
     or twice with the best one. Logs are small and left out. Some space has to stay free.
     """
     run = session.run
-    if run.out is None:
-        return skipped("out is not set")
+    skip_if(run.out is None, "out is not set")
     try:
-        out = user_path(run.out, "out")
+        out = user_path(run.out or "", "out")
         require_usable(out, resume=run.resume, overwrite=run.overwrite)
     except OutputError as error:
         says, remedy = split_error(error)
@@ -597,10 +602,11 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
     back.
     """
     number = sum(parameter.numel() for parameter in session.scorer.parameters())
-    if number > 2_000_000_000:
-        return skipped(f"{number:,} parameters would take long to write; the run asks at its end")
+    skip_if(number > 2e9, f"{number:,} parameters take long to write; the run asks at its end")
     report = "the model would not be the one that was trained; please report it"
-    with TemporaryFolder("check") as place, _moved_adapters(session):
+    has_adapters = is_adapted(session.scorer.model)
+    moved = weights_moved(session, 0.2) if has_adapters else nullcontext()
+    with TemporaryFolder("check") as place, moved:
         try:
             comparisons, other_pictures = _save_and_compare(session, place / "model")
         except OutputError as error:
@@ -627,7 +633,7 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
             remedy=report,
         )
     first, last = comparisons[0], comparisons[-1]
-    what = "trained, merged and reloaded agree" if is_adapted(session.scorer.model) else "the same"
+    what = "trained, merged and reloaded agree" if has_adapters else "the same"
     return passed(f"{what} ({last.name})", last.value, "nats", [f"{first.detail}: the same bits"])
 
 
@@ -668,20 +674,3 @@ def _save_and_compare(session: Session, directory: Path) -> tuple[list[Compariso
         f"pictures are written {saved_words}, in training {words}" if words != saved_words else ""
     )
     return comparisons, says
-
-
-@contextmanager
-def _moved_adapters(session: Session) -> Iterator[None]:
-    """Add noise to adapters inside the block and restore them at the end. A model without adapters is left alone."""
-    moved = session.trainer.trained if is_adapted(session.scorer.model) else []
-    copies = [parameter.detach().clone() for parameter in moved]
-    generator = torch.Generator(session.ranks.device).manual_seed(0)
-    try:
-        with torch.no_grad():
-            for parameter in moved:
-                parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.02, generator=generator))
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, copy in zip(moved, copies, strict=True):
-                parameter.copy_(copy)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import GENERATED, Session
 from taut.data.packing import ALONE, pack
 from taut.data.render.chat_template import Ids, Text, common_length
@@ -67,7 +67,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     if session.run.row_kind != "sft":  # each answer of a row is a sample of its own
         num_whole = total - len(report.cut)
     if not number or 2 * number < num_whole:
-        evidence = [f"{row.place}: cut, {row.reason}" for row in report.cut[:MAX_EXAMPLES]]
+        evidence = [f"{row.place}: cut, {row.reason}" for row in report.cut]
         remedy = "raise data.max_length, or set data.too_long to drop or split"
         if not report.cut:
             names = described(stops, session.renderer.template)[0]

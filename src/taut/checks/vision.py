@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from taut.checks.measure import drift, gap, replace_tokens
-from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if, split_error
+from taut.checks.registry import Finding, check, failed, passed, skip_if, split_error
 from taut.checks.session import PROBE_TOKENS, Session, beginning, num_tokens, once
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.errors import ModelError
@@ -243,8 +243,7 @@ def a_neighbors_picture_changes_nothing(session: Session) -> Finding:
     if mistaken:
         return failed(
             "two different pictures are taken for one",
-            measured=(len(mistaken), "pictures"),
-            evidence=mistaken[:MAX_EXAMPLES],
+            measured=(mistaken, "pictures"),
             remedy=remedy,
         )
     skip_if(session.loaded.one_sample, f"nothing is packed: {session.loaded.one_sample}")
