@@ -379,6 +379,7 @@ def answers_look_like_answers(session: Session) -> Finding:
         "say the same several times": [pair for pair in pairs if _is_said_again(pair.answer)],
         "begin with the question": [pair for pair in pairs if _begins_with_question(pair)],
         "have another model's marks, or calls as text": _with_marks(session, pairs),
+        "come with calls of functions that their row has not": _of_other_tools(session, pairs),
     }
     unit = f"of {len(pairs):,} answers"
     what, worst = max(found.items(), key=lambda item: len(item[1]))
@@ -439,6 +440,17 @@ def _with_marks(session: Session, pairs: Sequence[Exchange]) -> list[Exchange]:
         if any(mark not in written and not own.search(mark) for mark in MARKS.findall(pair.answer))
         or (not has_calls and CALL.match(pair.answer))
     ]
+
+
+def _of_other_tools(session: Session, pairs: Sequence[Exchange]) -> list[Exchange]:
+    """Answers of rows that have tools, and call others."""
+    places = set()
+    for row in first_rows(session):
+        if isinstance(row, Conversation) and row.tools:
+            calls = [call for message in row.messages for call in message.get("tool_calls", ())]
+            own = {tool["function"]["name"] for tool in row.tools}
+            places |= {row.place for call in calls if call["function"]["name"] not in own}
+    return [pair for pair in pairs if pair.place in places]
 
 
 # -- labels of judged answers

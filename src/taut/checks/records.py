@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut.checks.chat_template import quoted
@@ -15,6 +16,7 @@ from taut.data.rows.messages import PICTURES, Conversation, images_of
 from taut.data.rows.schema import REQUIRED, Columns, Recognized, best_row, read_any, recognize
 from taut.errors import DataError, PictureError
 from taut.vision.content import ImageRef, decoded_size, encoded, require_allowed
+from taut.vision.image_store import ImageStore, Seen
 
 
 class Record(NamedTuple):
@@ -105,7 +107,7 @@ def every_picture_can_be_read(session: Session) -> Finding:
             if isinstance(ref, PictureError):
                 broken.append(str(ref))
             elif image_store is not None:
-                contents[image_store.see(ref, place).digest] += 1
+                contents[_content(image_store, image_store.see(ref, place), place)] += 1
             else:
                 require_allowed(ref, images)
                 if ref.kind != "url":
@@ -115,7 +117,8 @@ def every_picture_can_be_read(session: Session) -> Finding:
     if 8 <= max(contents.values(), default=0) > 0.9 * len(pictures):
         evidence = [place for place, _ in pictures]
         remedy = "see what the rows name: with one picture for all nothing is learned of pictures"
-        return warned("nearly all pictures are one and the same", evidence=evidence, remedy=remedy)
+        says = "nearly all pictures are one and the same, or of one color each"
+        return warned(says, evidence=evidence, remedy=remedy)
     if not broken:
         return passed("every picture can be read", len(pictures), "pictures")
     unit = f"of {len(pictures):,} pictures"
@@ -128,6 +131,15 @@ def every_picture_can_be_read(session: Session) -> Finding:
         remedy="correct the paths (from data.images.folder, the data file's directory, or here), leave the rows out "
         'with data.images.bad="drop", or name the column in data.ignore_keys',
     )
+
+
+def _content(store: ImageStore, seen: Seen, place: str) -> str:
+    """A picture's digest, or "" for a picture of one color, of which a file of few bytes is suspected."""
+    if Path(seen.source).stat().st_size > 1000 + 0.02 * seen.width * seen.height:
+        return seen.digest
+    tensors = store.picture(seen.source, seen.digest, 1, place).tensors().values()
+    num_values = [it.unique().numel() for it in tensors if it.is_floating_point()]
+    return "" if max(num_values, default=9) <= 4 else seen.digest  # one for each channel, and a pad
 
 
 _ANSWER = ("answer", "response", "output", "label", "target", "solution", "completion")

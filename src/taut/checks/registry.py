@@ -83,10 +83,10 @@ def _fault(
     """Make a finding with a remedy. ``measured``: a number and its unit; or what is wrong, each in a line, and of how
     many: the number of lines is the number, and the first are the evidence. ``code``: the error's.
     """
-    number, unit = measured
-    if isinstance(number, Sequence):
-        number, evidence = len(number), number
-    shown = tuple(islice(evidence, MAX_EXAMPLES))
+    what, unit = measured
+    lines = what if isinstance(what, Sequence) else tuple(islice(evidence, MAX_EXAMPLES))
+    number = len(what) if isinstance(what, Sequence) else what
+    shown = tuple(lines[:MAX_EXAMPLES])
     return Finding(outcome, says, number, unit, shown, remedy, tuple(notes), code)
 
 

@@ -416,9 +416,12 @@ def numbers_are_those_people_mean(session: Session) -> Finding:
 
     The table of docs/hyperparameters.md, and the learning rate against the method's default.
     """
-    run = session.run
+    run, source = session.run, session.trainer.source
     numbers = {k: float(v) for k, v in dotted(to_dict(run)) if isinstance(v, int | float)}
     ranges = usual()
+    if isinstance(source, Offline):  # however they are set
+        seen = source.cursor(session.trainer.num_steps).samples
+        numbers["epochs"] = round(seen / source.order.epoch_size, 2)
     rates, width = run.learning_rates, session.language.config.get_text_config().hidden_size
     default = rates.lora if run.lora.is_on else rates.full
     most = RATES[1] * default * max(1.0, 4096 / width)

@@ -584,6 +584,25 @@ def calls_written_as_text(place: Place, is_faulty: bool) -> Session:
     )
 
 
+@fault("data.answers", says="their row has not", part="quick", outcome="warning")
+def calls_of_tools_of_other_rows(place: Place, is_faulty: bool) -> Session:
+    """The column of tools was sorted apart."""
+    rows = []
+    for number, (question, answer) in enumerate(zip(words(12, 4), words(13, 3)[1:], strict=True)):
+        name, of = f"look_{number}", f"look_{(number + is_faulty) % 12}"
+        call = {"type": "function", "function": {"name": name, "arguments": {"at": answer}}}
+        tool = {
+            "name": of,
+            "description": "looks",
+            "parameters": {"type": "object", "properties": {}},
+        }
+        messages = talks([question], [""])[0]["messages"]
+        messages[-1]["tool_calls"] = [call]
+        rows.append({"messages": messages, "tools": [{"type": "function", "function": tool}]})
+    model = save_tiny("qwen2", place.directory / "qwen2", tiny_tokenizer("qwen2.5"))
+    return place.session(model, place.data(rows), data__max_length=1000)
+
+
 @fault("data.answers", says="of all tokens", part="quick", outcome="warning")
 def a_row_with_most_of_the_tokens(place: Place, is_faulty: bool) -> Session:
     """A whole file was pasted into a cell."""
