@@ -286,9 +286,7 @@ def packed_agrees_with_alone_by_the_library(session: Session) -> Finding:
             f"the {session.quantity.many} of {sample.id} differ by {moved:.3g} {unit} (at most {limit:g} is rounding) "
             f"from the same sample alone by the library's {library} attention",
             measured=(moved, unit),
-            evidence=[
-                f"{sample.id}, target {token!r}: {float(ours[at]):.4g}, by the library {float(theirs[at]):.4g}"
-            ],
+            evidence=f"{sample.id}, target {token!r}: {float(ours[at]):.4g}, by the library {float(theirs[at]):.4g}",
             remedy=f"{session.loaded.attention.name} does not compute this model; set attention=reference, and please "
             "report the model",
         )

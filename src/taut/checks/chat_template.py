@@ -382,25 +382,22 @@ def messages_have_no_special_tokens(session: Session) -> Finding:
     if not places:
         return passed("no special token in the messages' words", 0, unit)
     says = f"{' '.join([*tokens][:3])} in the messages of {len(places)} {unit} is trained as "
+    readers = "servers that tokenize a rendering (transformers, vLLM) read it"
     if template.is_as_text:
         return warned(
             f"{says}text",
             measured=(places, unit),
-            remedy="servers that tokenize a rendering (transformers, vLLM) read it as a control token and serve other "
-            "ids than were trained; ask through taut or with ids, or take it out",
+            remedy=f"{readers} as a control token and serve other ids than were trained; ask through taut or with ids, "
+            "or take it out",
         )
-    if 2 * len(places) > len(chats):
-        return failed(
-            f"{says}a control token",
-            measured=(places, unit),
-            remedy="the rows seem to be rendered already; give plain messages, or the rendered text in a column text; "
-            "if people say it, set data.control_tokens=as_text",
-        )
-    return warned(
+    is_rendered = 2 * len(places) > len(chats)
+    remedy = f"{readers} so too, whoever writes it; take it out"
+    if is_rendered:
+        remedy = "the rows seem to be rendered already; give plain messages, or the rendered text in a column text"
+    return (failed if is_rendered else warned)(
         f"{says}a control token",
         measured=(places, unit),
-        remedy="servers that tokenize a rendering (transformers, vLLM) read it so too, whoever writes it; take it out, "
-        "or set data.control_tokens=as_text, which trains it as text",
+        remedy=f"{remedy}; if people say it, set data.control_tokens=as_text, which trains it as text",
     )
 
 
@@ -913,24 +910,19 @@ def plain_prompts_go_through_the_template(session: Session) -> Finding:
         counts.append(f"data.{name}: {', '.join(kinds)}")
     plain = [row for row in session.rows if isinstance(row, Completion)][:2]
     examples = [f"{short_place(row.place)}: {quoted(row.prompt + row.completion)}" for row in plain]
-    remedy = (
-        "set data.apply_chat_template=true to render them as user and assistant messages, as a chat server will; or "
-        "=false if the model will be given plain text"
-    )
-    train = forms["train"]
-    if train["completion"] and train["conversation"]:
-        return failed(
-            f"data.train has {counted(train['completion'], 'plain prompts')} with completions, used without the chat "
-            f"template, and {counted(train['conversation'], 'conversations')}, rendered with it",
-            measured=(num_plain, unit),
-            evidence=[*counts, *examples],
-            remedy=remedy,
-        )
+    train, has_chats = forms["train"], any(form["conversation"] for form in forms.values())
     # plain text alone may be what is meant
-    has_chats = any(form["conversation"] for form in forms.values())
-    return warned(
-        "plain prompts and completions are used without the chat template that the tokenizer has",
+    is_mixed = train["completion"] and train["conversation"]
+    says = "plain prompts and completions are used without the chat template that the tokenizer has"
+    if is_mixed:
+        says = (
+            f"data.train has {counted(train['completion'], 'plain prompts')} with completions, used without the chat "
+            f"template, and {counted(train['conversation'], 'conversations')}, rendered with it"
+        )
+    return (failed if is_mixed else warned)(
+        says,
         measured=(num_plain, unit),
         evidence=[*(counts if has_chats else ()), *examples],
-        remedy=remedy,
+        remedy="set data.apply_chat_template=true to render them as user and assistant messages, as a chat server "
+        "will; or =false if the model will be given plain text",
     )

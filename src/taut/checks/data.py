@@ -439,21 +439,17 @@ def _wrong_texts(session: Session) -> Finding | None:
     is_many = len(misread) > BROKEN * len(train.places)
     broken, number = (misread, len(train.places)) if is_many else (every, num_every)
     kinds = " or ".join(dict.fromkeys(text.what for text in broken))
-    says, unit = f"{len(broken):,} of {number:,} rows have {kinds}", f"of {number:,} rows"
-    if is_many:
-        return failed(
-            f"{says}{train.looked_at}",
-            measured=(len(broken), unit),
-            evidence=_broken_examples(broken),
-            remedy="the file was written after reading it in another encoding; write it again from its source, as "
-            "UTF-8",
+    if is_many or len(broken) > 0.001 * number:
+        remedy = (
+            "the file was written after reading it in another encoding; write it again from its source, as UTF-8"
+            if is_many
+            else "look at these rows; correct them, or leave them out: the model learns to write such characters"
         )
-    if len(broken) > 0.001 * number:
-        return warned(
-            says,
-            measured=(len(broken), unit),
+        return (failed if is_many else warned)(
+            f"{len(broken):,} of {number:,} rows have {kinds}{train.looked_at if is_many else ''}",
+            measured=(len(broken), f"of {number:,} rows"),
             evidence=_broken_examples(broken),
-            remedy="look at these rows; correct them, or leave them out: the model learns to write such characters",
+            remedy=remedy,
         )
     rows = first_rows(session)
     # texts that some program escaped

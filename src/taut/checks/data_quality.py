@@ -547,13 +547,15 @@ def _ties(session: Session) -> Finding | None:
     scores = [[sample.values.get("margin", 0.0) for sample in row] for row in rows]
     tied = [row[0].id for row, own in zip(rows, scores, strict=True) if not any(own)]
     tied = [] if len(tied) == len(rows) else tied  # no row has scores
-    if max(len(alike), len(tied)) <= max(1, 0.1 * len(rows)):
+    found = {"differ in punctuation alone": alike, "have the same score": tied}
+    what, worst = max(found.items(), key=lambda item: len(item[1]))
+    if len(worst) <= max(1, 0.1 * len(rows)):
         return None
-    says = f"the answers of {len(tied)} of {len(rows)} pairs have the same score"
-    if len(alike) >= len(tied):
-        says = f"the answers of {len(alike)} of {len(rows)} pairs differ in punctuation alone"
-    evidence = [name.partition("#")[0] for name in max(alike, tied, key=len)]
-    return warned(says, evidence=evidence, remedy="take ties out: they have nothing to prefer")
+    return warned(
+        f"the answers of {len(worst)} of {len(rows)} pairs {what}",
+        measured=([name.partition("#")[0] for name in worst], f"of {len(rows)} pairs"),
+        remedy="take ties out: they have nothing to prefer",
+    )
 
 
 def is_biased(lengths: Lengths) -> bool:
@@ -587,23 +589,16 @@ def few_labels_look_flipped(session: Session) -> Finding:
         return passed(f"cannot tell: {flips.reason}")
     interval, unit = f"{flips.low:.0%} to {flips.high:.0%}", f"of {flips.num_pairs:,} pairs"
     suspects = [f"{pair.place}: flipped with {pair.confidence:.0%}" for pair in flips.suspects]
-    if flips.is_alarming:
-        return failed(
-            f"{flips.rate:.0%} of the labels look flipped ({interval})",
-            measured=(flips.rate, unit),
-            evidence=suspects,
-            remedy="look at these pairs: were chosen and rejected swapped in a part of the data? Turn them round, or "
-            "leave them out",
-        )
     says = f"other pairs agree with {flips.accuracy:.0%} of labels; flipped: {interval}"
-    if flips.is_notable:
-        return warned(
-            f"{len(flips.suspects):,} labels look flipped; {says}",
-            measured=(flips.rate, unit),
-            evidence=suspects,
-            remedy="look at these pairs; exceptions to a rule look like this too",
-        )
-    return passed(says, flips.rate, unit)
+    if not flips.is_notable:
+        return passed(says, flips.rate, unit)
+    return (failed if flips.is_alarming else warned)(
+        f"{flips.rate:.0%} of the labels, {len(flips.suspects):,} in number, look flipped; {says}",
+        measured=(flips.rate, unit),
+        evidence=suspects,
+        remedy="look at these pairs: were chosen and rejected swapped in a part of the data? Turn them round, or leave "
+        "them out; exceptions to a rule look like this too",
+    )
 
 
 @check("data.labels", after=["data.rows"])

@@ -122,25 +122,27 @@ def outputs_seen(
         yield
 
 
+def layer_outputs(session: Session, packed: Packed) -> dict[str, Tensor]:
+    """The output of each decoder layer for a micro-batch, [T, D] in host memory, by its name and class."""
+    names, outputs = {module: name for name, module in session.scorer.named_modules()}, {}
+
+    def keep(layer: nn.Module, hidden: Any) -> None:
+        name = f"{names[layer]} ({type(layer).__name__})"
+        outputs[name] = hidden.detach().reshape(-1, hidden.shape[-1]).cpu()
+
+    with session.inference(), outputs_seen(architecture.layers(session.scorer.model), keep):
+        session.forward(packed)
+    return outputs
+
+
 def first_layer_that_moves(
     session: Session, left: Packed, right: Packed, tokens: Sequence[int]
 ) -> str:
     """The first layer whose output at these tokens differs between two micro-batches of one shape."""
-    layers = list(architecture.layers(session.scorer.model))
-    outputs: list[list[Tensor]] = []
-
-    def keep(_: nn.Module, hidden: Any) -> None:
-        outputs[-1].append(hidden.detach().reshape(-1, hidden.shape[-1]).cpu())
-
-    with session.inference(), outputs_seen(layers, keep):
-        for packed in (left, right):
-            outputs.append([])
-            session.forward(packed)
-    names = {module: name for name, module in session.scorer.named_modules()}
-    index = torch.as_tensor(list(tokens))
-    for layer, left_TD, right_TD in zip(layers, *outputs, strict=True):
-        if gap(left_TD[index], right_TD[index]) > session.exact:
-            return f"first seen after {names[layer]} ({type(layer).__name__})"
+    others, index = layer_outputs(session, right), torch.as_tensor(list(tokens))
+    for name, hidden_TD in layer_outputs(session, left).items():
+        if gap(hidden_TD[index], others[name][index]) > session.exact:
+            return f"first seen after {name}"
     return "first seen after the last layer"
 
 

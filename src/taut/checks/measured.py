@@ -30,7 +30,15 @@ from torch import nn
 from taut.checks.chat_template import quoted, short_place
 from taut.checks.data import flat_train
 from taut.checks.registry import Finding, check, passed, skip_if, warned
-from taut.checks.session import GENERATED, NUM_ROWS, Session, cut_out, from_picture, is_text, once
+from taut.checks.session import (
+    GENERATED,
+    NUM_ROWS,
+    Session,
+    all_targets,
+    cut_out,
+    from_picture,
+    once,
+)
 from taut.checks.vision import StandIn
 from taut.data.batching import lay_out
 from taut.data.packing import ALONE, ids_with_pictures, pack, shared_prefixes
@@ -204,9 +212,7 @@ def _cut(sample: Sample, most: int = PROMPT) -> tuple[Sample, int]:
         begin = int(answers[-1][0])
         stop = min(int(answers[-1][-1]) + 1, begin + ANSWER)
     ids_T, media = cut_out(sample, from_picture(sample, max(0, begin - most), begin), stop)
-    cut = Sample(sample.id, ids_T, np.empty(0, dtype=np.int64), np.empty(0), media)
-    at_N = np.flatnonzero(is_text(cut)[1:]) + 1
-    return replace(cut, target_at_N=at_N, weight_N=np.ones(at_N.size)), ids_T.size - (stop - begin)
+    return all_targets(sample.id, ids_T, media), ids_T.size - (stop - begin)
 
 
 def _followed(prompt_T: IntArray, answer_T: IntArray, media: Sequence[Media], name: str) -> Sample:

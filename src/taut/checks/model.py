@@ -16,6 +16,7 @@ from taut.checks.measure import (
     gap,
     gradients_of,
     largest_gap,
+    layer_outputs,
     most_different_gradient,
     outputs_seen,
     target_name,
@@ -129,10 +130,14 @@ def all_numbers_are_finite(session: Session) -> Finding:
     numbers = session.alone if session.loaded.one_sample is not None else session.packed
     for name, values in numbers.items():
         if num_wrong := int((~torch.isfinite(values)).sum()):
+            outputs = layer_outputs(session, pack(list(session.pair[:1]), ALONE))
+            layers = [layer for layer, output in outputs.items() if not _is_finite(output)]
             return failed(
                 f"{num_wrong} of {len(values)} {quantity.many} of {name} are not finite",
                 measured=(num_wrong, f"of {len(values)}"),
-                evidence=[_first_not_finite_layer(session)],
+                evidence=f"first in the output of {layers[0]}"
+                if layers
+                else "not in any layer, but in the head",
                 remedy=f"the model overflows in {dtype_name(session.dtype)}; set dtype=float32, or take another "
                 "checkpoint",
             )
@@ -145,20 +150,6 @@ def _is_finite(tensor: Tensor) -> bool:
     if not local.is_floating_point() or bool(torch.isfinite(local.detach().sum())):
         return True
     return bool(torch.isfinite(local).all())
-
-
-def _first_not_finite_layer(session: Session) -> str:
-    """The first layer whose output for the pair's first sample is not finite."""
-    names = {module: name for name, module in session.scorer.model.named_modules()}
-    wrong: list[str] = []
-
-    def look(module: nn.Module, output: Any) -> None:
-        if not _is_finite(output):
-            wrong.append(names[module])
-
-    with outputs_seen(architecture.layers(session.scorer.model), look):
-        session.numbers(session.pair[:1])
-    return f"first in the output of {wrong[0]}" if wrong else "not in any layer, but in the head"
 
 
 @check("model.noise", after=["model.finite"])

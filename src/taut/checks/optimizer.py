@@ -187,9 +187,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
             f"{len(samples)} samples are not learned by heart: the loss goes from {curves[best][0]:.3g} to "
             f"{lowest[best]:.3g} at best",
             measured=(lowest[best], "nats a target"),
-            evidence=[
-                f"learning rate {rate:.2g}: {_drawn(curve)}" for rate, curve in curves.items()
-            ],
+            evidence=[f"learning rate {rate:.2g}: {_drawn(it)}" for rate, it in curves.items()],
             remedy="what trains is too little to learn anything (see freeze and lora.targets), or the gradient is not "
             "that of the loss (see loss.packed)",
         )

@@ -76,7 +76,7 @@ def _fault(
     *,
     remedy: str,
     measured: tuple[float | Sequence[str] | None, str] = (None, ""),
-    evidence: Iterable[str] = (),
+    evidence: str | Iterable[str] = (),
     notes: Iterable[str] = (),
     code: str = "",
 ) -> Finding:
@@ -84,9 +84,11 @@ def _fault(
     many: the number of lines is the number, and the first are the evidence. ``code``: the error's.
     """
     what, unit = measured
-    lines = what if isinstance(what, Sequence) else tuple(islice(evidence, MAX_EXAMPLES))
-    number = len(what) if isinstance(what, Sequence) else what
-    shown = tuple(lines[:MAX_EXAMPLES])
+    lines = (evidence,) if isinstance(evidence, str) else evidence
+    number = what
+    if isinstance(what, Sequence):
+        number, lines = len(what), what
+    shown = tuple(islice(lines, MAX_EXAMPLES))
     return Finding(outcome, says, number, unit, shown, remedy, tuple(notes), code)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import fmean
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,9 +54,6 @@ from taut.rl.worker import RolloutWorker
 from taut.train.monitors import TOLERANCE
 from taut.types import Completion, FloatArray, Media, Prompt, Sample
 
-NONE_GENERATED = "the run generates nothing to learn from"
-REPLAYED = "the run trains on recorded rollouts and generates none"
-
 # -- what rollouts are made with
 
 
@@ -71,8 +68,8 @@ def _online(session: Session) -> Online:
 @owned_by("rollout.opens")
 def rollout_worker(session: Session) -> RolloutWorker:
     """Engine, rewards and environment. A check that needs them is skipped for a run that does not generate."""
-    skip_if(not session.is_generated, NONE_GENERATED)
-    skip_if(session.run.is_replayed, REPLAYED)
+    skip_if(not session.is_generated, "the run generates nothing to learn from")
+    skip_if(session.run.is_replayed, "the run trains on recorded rollouts and generates none")
     worker = _online(session).worker
     assert isinstance(worker, RolloutWorker)
     return worker
@@ -110,6 +107,10 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
     length_S = np.concatenate(list(session.train.sizes("tokens")))
     most = rollout_worker(session).config.grows
     unit, longest = f"of {len(session.train):,} prompts", int(length_S.max())
+
+    def shown(index: int) -> str:
+        return f"{session.train.sample_id(int(index))}: {length_S[index]:,} tokens"
+
     says = f"tokens of the longest prompt, and {most:,} of an answer"
     if context is None:
         return passed(f"{says}; the model names no context", longest, "tokens")
@@ -127,11 +128,10 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
         if long.size:
             return failed(
                 f"{long.size:,} {unit} and their answers may be longer than the server takes, {served:,} tokens",
-                measured=(int(long.size), unit),
-                evidence=[
-                    f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens, with an answer up to {needed_S[i]:,}"
-                    for i in long
-                ],
+                measured=(
+                    [f"{shown(i)}, with an answer up to {needed_S[i]:,}" for i in long],
+                    unit,
+                ),
                 remedy=f"start the server with --max-model-len {int(needed_S.max())}, or set rollout.max_new_tokens",
             )
     left_S = context - length_S
@@ -146,11 +146,7 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
         )
         return failed(
             f"{full.size:,} {unit} leave no room for an answer",
-            measured=(int(full.size), unit),
-            evidence=[
-                f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens of {context:,}"
-                for i in full
-            ],
+            measured=([f"{shown(i)} of {context:,}" for i in full], unit),
             remedy=f"set {shorter}, or use a model, or a server, with a longer context",
         )
     num_cut = int((left_S < most).sum())
@@ -382,36 +378,24 @@ def judge_rewards(
     """Judge the rewards of the rows' right answers and wrong ones. ``key``: as of ``GradedRewards``."""
     if not graded:
         return skipped("no row has a reference answer")
-    marks = [
-        _marks(
-            part.label,
-            reward_set.judges[part.label],
-            part.verifier.full_marks if reward_set.judges[part.label] == "correctness" else None,
-            isinstance(part.verifier, UserReward),
-            graded,
-        )
-        for part in reward_set.parts
-    ]
-    names = {
-        kind: [reward.name for reward in marks if reward.judges == kind]
-        for kind in get_args(Judged)
-    }
-    if not key and names["correctness"]:
-        # The total is learned from: a reward with a scale of its own is asked within it.
-        marks = [
-            reward._replace(judges="form", must_apply=False)
-            if reward.judges == "correctness" and reward.full_marks is None
-            else reward
-            for reward in marks
-        ]
+    judges_of, marks = reward_set.judges, list[Marks]()
+    has_correct = "correctness" in judges_of.values()
+    for part in reward_set.parts:
+        judges, is_own = judges_of[part.label], isinstance(part.verifier, UserReward)
+        full_marks = part.verifier.full_marks if judges == "correctness" else None
+        if not key and judges == "correctness" and full_marks is None:
+            # the total is learned from: a reward with a scale of its own is asked within it
+            judges, is_own = "form", False
+        marks.append(_marks(part.label, judges, full_marks, is_own, graded))
+    if not key and has_correct:
         marks.append(_marks(TOTAL, "correctness", None, True, graded))
     # the first fault of any reward
     setting = f"{key}.rewards" if key else "rewards"
     for reward in marks:
         if fault := _reward_fault(reward, len(graded), max_errors, setting):
             return fault
-    if not names["correctness"]:
-        says = f"{', '.join(names['form'])} can be computed; no reward judges correctness"
+    if not has_correct:
+        says = f"{', '.join(it.name for it in marks)} can be computed; no reward judges correctness"
         return passed(says, len(graded), "right answers")
     judging = [reward for reward in marks if reward.judges == "correctness"]
     notes = [
@@ -534,12 +518,28 @@ def rewards_are_functions_of_the_answer(session: Session) -> Finding:
         time.sleep(1.1 if own and is_full else 0.0)
         after = grade(inputs[::-1], own, extract=False)[::-1] if own else []
         for label in own:
-            values = [result.parts[label].value for result in before]
-            again = [result.parts[label].value for result in after]
+            values, again = ([it.parts[label].value for it in some] for some in (before, after))
+            lines = [
+                f"{quoted(answer.text, 40)} gets {first}, then {second}"
+                for answer, first, second in zip(inputs, values, again, strict=True)
+                if first != second
+            ]
+            unit = f"of {len(inputs)} answers"
+            if lines:
+                return warned(
+                    f"{label} gives {len(lines)} {unit} another reward when they are judged again",
+                    measured=(lines, unit),
+                    remedy="let it depend on answer and row alone: not on chance, time, order, or earlier answers",
+                )
+            together = _with_length(inputs, values)
             has_order = asked.graded and asked.reward_set.judges[label] == "correctness"
-            fault = _other_value(label, inputs, values, again)
-            if fault := fault or (_by_length(label, inputs, values) if has_order else None):
-                return fault
+            if has_order and abs(together) > 0.95:
+                more = "longer" if together > 0 else "shorter"
+                return warned(
+                    f"{label} goes by length alone: the {more} the answer, the more",
+                    measured=(together, "correlation of ranks"),
+                    remedy='nonsense was among them; correct it, or set judges = "form" if it is to judge length',
+                )
         # the scale of what is learned from
         results = [it for row in asked.graded for some in row.results for it in some]
         totals = [result.total for result in results if result.total is not None] or [0.0]
@@ -554,41 +554,14 @@ def rewards_are_functions_of_the_answer(session: Session) -> Finding:
     return passed("they are, on a scale to learn from", len(notes), "sets of rewards", notes)
 
 
-Values = Sequence[float | None]
-
-
-def _other_value(
-    label: str, inputs: Sequence[RewardInput], values: Values, again: Values
-) -> Finding | None:
-    """The fault of a reward that gives an answer another value when it is asked again."""
-    lines = [
-        f"{quoted(answer.text, 40)} gets {first}, then {second}"
-        for answer, first, second in zip(inputs, values, again, strict=True)
-        if first != second
-    ]
-    if not lines:
-        return None
-    unit = f"of {len(inputs)} answers"
-    says = f"{label} gives {len(lines)} {unit} another reward when they are judged again"
-    remedy = "let it depend on answer and row alone: not on chance, time, order, or what was judged before"
-    return warned(says, measured=(lines, unit), remedy=remedy)
-
-
-def _by_length(label: str, inputs: Sequence[RewardInput], values: Values) -> Finding | None:
-    """The fault of a reward that puts all answers in the order of their length."""
-    pairs = [
-        (len(it.text), value) for it, value in zip(inputs, values, strict=True) if value is not None
-    ]
+def _with_length(inputs: Sequence[RewardInput], values: Sequence[float | None]) -> float:
+    """Correlation of the ranks of values and lengths; 0 if fewer than six of either differ."""
+    pairs = [(len(it.text), v) for it, v in zip(inputs, values, strict=True) if v is not None]
     lengths, ranks = (
         np.unique(column, return_inverse=True)[1] for column in np.reshape(pairs, (-1, 2)).T
     )
-    if min(len({*lengths}), len({*ranks})) < 6:
-        return None
-    together = float(np.corrcoef(lengths, ranks)[0, 1])
-    says = f"{label} goes by length alone: the {'longer' if together > 0 else 'shorter'} the answer, the more"
-    remedy = 'nonsense was among them; correct it, or set judges = "form" if it is to judge length'
-    measured = together, "correlation of ranks"
-    return warned(says, measured=measured, remedy=remedy) if abs(together) > 0.95 else None
+    is_told = min(len({*lengths}), len({*ranks})) >= 6
+    return float(np.corrcoef(lengths, ranks)[0, 1]) if is_told else 0.0
 
 
 # -- a small rollout
@@ -645,16 +618,12 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
             name = f"{row.id}#{trajectory.index}"
             prompt: list[int] = row.ids_T.tolist()
             media: Sequence[Media] = row.media
-            if environments is not None and environments.kind_of(row).is_agent:
-                prompt, media = [], ()  # what it asks, with tools of its own, is not of the row
-            elif (
-                environments is not None
-                and messages is not None
-                and (messages != row.prompt or environments.kind_of(row).tools)
-            ):
-                prompt, media = environments.bridge.prompt_media(
-                    messages, environments.kind_of(row).tools or row.tools
-                )
+            if environments is not None:
+                kind, bridge = environments.kind_of(row), environments.bridge
+                if kind.is_agent:  # what it asks, with tools of its own, is not of the row
+                    prompt, media = [], ()
+                elif messages is not None and (messages != row.prompt or kind.tools):
+                    prompt, media = bridge.prompt_media(messages, kind.tools or row.tools)
             begin = trajectory.ids_T[: len(prompt)].tolist(), trajectory.media[: len(media)]
             if begin != (prompt, tuple(media)):
                 wrong.append(f"{name} does not begin with its prompt")
@@ -693,16 +662,9 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
             (at for at, trajectory in enumerate(trajectories) if trajectory.error is None), 0
         )
         rewards = [credit.good - (at != good) / (1 + number) for at in range(len(trajectories))]
-        judged.append(
-            Group(
-                tuple(
-                    replace(
-                        trajectory, reward_result=RewardResult({"check": Score(reward)}, reward)
-                    )
-                    for trajectory, reward in zip(trajectories, rewards, strict=True)
-                )
-            )
-        )
+        results = [RewardResult({"check": Score(reward)}, reward) for reward in rewards]
+        pairs = zip(trajectories, results, strict=True)
+        judged.append(Group(tuple(replace(path, reward_result=result) for path, result in pairs)))
     judged = Rollout(judged).rewarded
     counts = Counter(trajectory.name for group in judged for trajectory in group.trajectories)
     wrong = [f"{name} names {times} paths" for name, times in counts.items() if times > 1]
@@ -931,32 +893,25 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
     is_server = isinstance(engine, ServerEngine)
     skip_if(is_server, "a server may answer otherwise when it is asked again")
 
-    def changed(left: Sequence[Completion], right: Sequence[Completion]) -> list[str]:
-        return [
+    # in other company; in bfloat16 tokens often change there
+    ways = {"asked the same again": (prompts, 0), "asked with fewer others": (prompts[1::2], 1)}
+    if _engine_dtype(session) == torch.bfloat16:
+        del ways["asked with fewer others"]
+    for how, (some, may_change) in ways.items():
+        names = {prompt.id for prompt in some}
+        before = [answer for answer in answers if answer.prompt_id in names]
+        lines = [
             f"{answer.prompt_id}: {answer.ids_N.tolist()[:6]}, then {other.ids_N.tolist()[:6]}"
-            for answer, other in zip(left, right, strict=True)
+            for answer, other in zip(before, engine.generate(some, _sampling(session)), strict=True)
             if answer.ids_N.tolist() != other.ids_N.tolist()
         ]
-
-    def fault(lines: list[str], number: int, how: str) -> Finding:
-        return failed(
-            f"{len(lines)} of {number} completions are others when {how}",
-            measured=(lines, f"of {number} completions"),
-            remedy="an evaluation could not be had twice; please report this",
-        )
-
-    if lines := changed(answers, engine.generate(prompts, _sampling(session))):
-        return fault(lines, len(answers), "asked the same again")
-    if _engine_dtype(session) == torch.bfloat16:
-        return passed("the same when asked again", len(answers), "completions")
-    # in other company
-    half = prompts[1::2]
-    fewer = engine.generate(half, _sampling(session))
-    names = {prompt.id for prompt in half}
-    lines = changed([answer for answer in answers if answer.prompt_id in names], fewer)
-    if len(lines) > 1:
-        return fault(lines, len(fewer), "asked with fewer others")
-    return passed("the same when asked again, and with fewer others", len(answers), "completions")
+        if len(lines) > may_change:
+            return failed(
+                f"{len(lines)} of {len(before)} completions are others when {how}",
+                measured=(lines, f"of {len(before)} completions"),
+                remedy="an evaluation could not be had twice; please report this",
+            )
+    return passed(f"the same when {' and '.join(ways)}", len(answers), "completions")
 
 
 SEEN = 10.0
@@ -971,8 +926,7 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
     moved weights, with which it has to agree, and by those put back. An engine with weights of its own, or adapters
     that it never gets, agrees with the latter. The move grows until the two can be told from each other.
     """
-    skip_if(not session.is_generated, NONE_GENERATED)
-    skip_if(session.run.is_replayed, REPLAYED)
+    rollout_worker(session)
     engine, prompts, _ = sampled(session)
     limit = _engine_limit(session, engine)
     try:

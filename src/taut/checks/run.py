@@ -629,10 +629,7 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
         return failed(
             f"{name}: a difference of {value:.3g}, at most {wrong[0].tolerance:g} is rounding",
             measured=(value, "nats" if name != "weights" else ""),
-            evidence=[
-                f"{comparison.name}: {comparison.value:.3g}: {comparison.detail}"
-                for comparison in wrong
-            ],
+            evidence=[f"{it.name}: {it.value:.3g}: {it.detail}" for it in wrong],
             remedy=report,
         )
     first, last = comparisons[0], comparisons[-1]

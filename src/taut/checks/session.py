@@ -466,9 +466,14 @@ def beginning(sample: Sample, most: int) -> Sample:
     ids_T, media = cut_out(sample, start, stop)
     if ids_T.size == 1:
         ids_T = np.repeat(ids_T, 2)
-    cut = Sample(sample.id, ids_T, np.empty(0, dtype=np.int64), np.empty(0), media=media)
-    at_N = np.flatnonzero(is_text(cut)[1:]) + 1
-    return replace(cut, target_at_N=at_N, weight_N=np.ones(at_N.size), read_at_R=at_N - 1)
+    return all_targets(sample.id, ids_T, media)
+
+
+def all_targets(name: str, ids_T: IntArray, media: tuple[Media, ...]) -> Sample:
+    """A sample of which every token of text but the first is a target; a scalar head is read where it is predicted."""
+    sample = Sample(name, ids_T, np.empty(0, dtype=np.int64), np.empty(0), media)
+    at_N = np.flatnonzero(is_text(sample)[1:]) + 1
+    return replace(sample, target_at_N=at_N, weight_N=np.ones(at_N.size), read_at_R=at_N - 1)
 
 
 def cut_out(sample: Sample, start: int, stop: int) -> tuple[IntArray, tuple[Media, ...]]:

@@ -278,10 +278,8 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
         return failed(
             f"the model ends answers with {token}, which is not in the stop set",
             measured=(number, f"of {len(answers)} end"),
-            evidence=[
-                f"where answers end, {token} (id {index}) has a probability of {probability:.2g}; inside them, and "
-                f"those of the stop set, at most {UNLIKELY:g}"
-            ],
+            evidence=f"where answers end, {token} (id {index}) has a probability of {probability:.2g}; inside them, "
+            f"and those of the stop set, at most {UNLIKELY:g}",
             remedy=f"add {index} to eos_token_id in the model's generation_config.json, or use the model's own chat "
             "template",
         )

@@ -15,13 +15,12 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from tests.checks.planting import Place, fault
-from tests.helpers.chat_runs import PLAIN, QUIET, WORDS, save_model
+from tests.helpers.chat_runs import PLAIN, WORDS, save_model, sft
 from tests.helpers.tiny_models import save_tiny
 from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from tests.helpers.vision_models import tiny_vlm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import taut
 from taut.checks.session import Session
 
 NUM_FACTS = 32
@@ -172,9 +171,8 @@ def learned(place: Place, make: Callable[[Path], Path], rows: Sequence[Mapping[s
                     tensors[key] = tensor * size
             save_file(tensors, file, {"format": "pt"})
             keys = {"optim.learning_rate": 1e-2, "data.max_length": 1000, "dtype": "float32"}
-            run = {**QUIET, **PLAIN, **keys, "batch.samples_per_step": 32, "steps": 100}
-            data = place.data(rows, "learned.jsonl")
-            taut.sft(**{"model": str(model), "data.train": str(data), "out": str(out), **run})
+            run = {**keys, **PLAIN, "batch.samples_per_step": 32, "steps": 100}
+            sft(model, place.data(rows, "learned.jsonl"), out, **run)
             LEARNED[name] = {it.name: it.read_bytes() for it in (out / "model").iterdir()}
     directory = place.directory / name
     directory.mkdir(exist_ok=True)
