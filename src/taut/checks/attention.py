@@ -47,14 +47,11 @@ def every_layer_calls_the_attention(session: Session) -> Finding:
     names = {module: name for name, module in session.scorer.named_modules()}
     called = [names.get(module, type(module).__name__) for module in observed.layers]
     if len(called) != expected or len(set(called)) != expected:
-        twice = sorted({name for name in called if called.count(name) > 1})
+        twice = sorted({f"more than once: {it}" for it in called if called.count(it) > 1})
         return failed(
             f"{len(set(called))} of {expected} attention layers called {chosen.name}, in {len(called)} calls",
             measured=(len(set(called)), f"of {expected} layers"),
-            evidence=[
-                f"called: {', '.join(called) or 'none'}",
-                *(f"more than once: {name}" for name in twice),
-            ],
+            evidence=[f"called: {', '.join(called) or 'none'}", *twice],
             remedy="the model does not use the library's attention interface throughout; train another model, and "
             "please report this one",
         )

@@ -514,9 +514,8 @@ def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
     turns = [turn for turn in every if turn.place not in apart]
     reasoned = [turn for turn in turns if _reasoning(turn.message)]
 
-    lost = [turn for turn in reasoned if _reasoning(turn.message) not in turn.row.text]
     # a thought that the prompt opens is closed at once, or answered by reasoning
-    opened, openings = [], []
+    openings = []
     for turn in turns:
         prompt, row = turn.prompt.text, turn.row.text
         prompt_ids, row_ids = ids_of[turn.prompt], ids_of[turn.row]
@@ -524,46 +523,35 @@ def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
         is_closed_at_once = is_prefix and _begins_with_an_empty_thought(turn)
         is_opened = OPENED.search(prompt) is not None and not _reasoning(turn.message)
         if is_opened and not is_closed_at_once:
-            opened.append(turn)
             at = common_length(prompt, row)
             then = quoted(row[at : at + 60])
             openings.append(f"{turn.place}: {quoted(prompt[-40:])}, the row then {then}")
+    thoughts = {turn.place: _reasoning(turn.message) for turn in reasoned}
+    lost = [turn.place for turn in reasoned if thoughts[turn.place] not in turn.row.text]
     closed = [turn for turn in reasoned if CLOSED.search(turn.prompt.text) and not turn.is_prefix]
-    switch = session.language.renderer.template.thinking_switch
-    # the faults in order: what, in which turns, of how many, shown how, and what to do
-    faults = (
-        (
-            "the template leaves out the reasoning of",
-            lost,
-            len(reasoned),
-            [f"{turn.place}: {quoted(_reasoning(turn.message))}" for turn in lost],
-            "give a template that writes the reasoning of the answer being trained with data.template=FILE, or take it "
+    switch, unit = session.language.renderer.template.thinking_switch, f"of {len(reasoned)} answers"
+    if lost:
+        return failed(
+            f"the template leaves out the reasoning of {len(lost)} {unit}",
+            measured=([f"{place}: {quoted(thoughts[place])}" for place in lost], unit),
+            remedy="give a template that writes the reasoning of the answer being trained with data.template=FILE, or "
+            "take it out of the rows",
+        )
+    if openings:
+        off = f"set data.chat_template_kwargs = {{ {switch} = false }}, or " if switch else ""
+        return failed(
+            "the generation prompt opens a thought for answers without reasoning: "
+            f"{len(openings)} of {len(turns)} answers",
+            measured=(openings, f"of {len(turns)} answers"),
+            remedy=f"{off}give rows with reasoning, or a template whose prompt does not open it (data.template=FILE)",
+        )
+    if closed:
+        return failed(
+            f"the generation prompt closes a thought before the reasoning of {len(closed)} {unit}",
+            measured=([f"{turn.place}: {quoted(turn.prompt.text[-40:])}" for turn in closed], unit),
+            remedy="give a template whose generation prompt leaves reasoning open with data.template=FILE, or take it "
             "out of the rows",
-        ),
-        (
-            "the generation prompt opens a thought for answers without reasoning:",
-            opened,
-            len(turns),
-            openings,
-            (f"set data.chat_template_kwargs = {{ {switch} = false }}, or " if switch else "")
-            + "give rows with reasoning, or a template whose prompt does not open it with data.template=FILE",
-        ),
-        (
-            "the generation prompt closes a thought before the reasoning of",
-            closed,
-            len(reasoned),
-            [f"{turn.place}: {quoted(turn.prompt.text[-40:])}" for turn in closed],
-            "give a template whose generation prompt leaves reasoning open with data.template=FILE, or take it out of "
-            "the rows",
-        ),
-    )
-    for says, wrong, number, shown, remedy in faults:
-        if wrong:
-            return failed(
-                f"{says} {len(wrong)} of {number} answers",
-                measured=(shown, f"of {number} answers"),
-                remedy=remedy,
-            )
+        )
     # nothing is wrong: what the rows have, and what prompts do
     reasoned = [turn for turn in every if _reasoning(turn.message)]
     says = "reasoning is written" if reasoned else "no row has reasoning"

@@ -240,17 +240,15 @@ def output_is_shared(cluster: Cluster) -> Finding:
     cluster.require_several()
     skip_if(cluster.run.out is None, "out is not set")
     out = user_path(cluster.run.out or "", "out")
-    seen = _seen(cluster, out)
-    blind = [node for node, what in seen.items() if what != "seen"]
+    blind, unit = _blind(cluster, out), f"of {len(cluster.nodes)} nodes"
     if blind:
         return failed(
-            f"{out} on {blind[0]}: {seen[blind[0]]}; expected the folder that {next(iter(seen))} writes to",
+            f"{blind[0]}; expected the folder that {next(iter(cluster.nodes))} writes to",
             remedy="name an out in a folder that all nodes mount: every rank writes its part of a checkpoint there, "
             "and a resume reads all of them",
-            measured=(len(blind), f"of {len(seen)} nodes"),
-            evidence=[f"{node}: {what}" for node, what in seen.items()],
+            measured=(blind, unit),
         )
-    return passed(f"{out} is shared, and all may write there", len(seen), "nodes")
+    return passed(f"{out} is shared, and all may write there", len(cluster.nodes), "nodes")
 
 
 @check("cluster.cache")
@@ -260,29 +258,22 @@ def cache_is_known(cluster: Cluster) -> Finding:
     data = cluster.run.data
     cache = directory_of(data.cache)
     cluster.on_each_node(lambda: cache.mkdir(parents=True, exist_ok=True))
-    seen = _seen(cluster, cache)
-    lines = [f"{node}: {what}" for node, what in seen.items()]
-    blind = [node for node, what in seen.items() if what != "seen"]
+    blind, unit = _blind(cluster, cache), f"of {len(cluster.nodes)} nodes"
     if not blind:
-        return passed(f"{cache} is shared: data is tokenized once", len(seen), "nodes")
+        return passed(f"{cache} is shared: data is tokenized once", len(cluster.nodes), "nodes")
     if data.is_stream:
         return failed(
-            f"{cache} on {blind[0]}: {seen[blind[0]]}; expected one folder: a stream is recorded there for all ranks",
+            f"{blind[0]}; expected one folder: a stream is recorded there for all ranks",
             remedy="set data.cache, or TAUT_CACHE, to a folder that all nodes mount",
-            measured=(len(blind), f"of {len(seen)} nodes"),
-            evidence=lines,
+            measured=(blind, unit),
         )
-    return passed(
-        f"{cache} is not shared: each node tokenizes the data for itself",
-        len(blind),
-        f"of {len(seen)} nodes",
-        lines,
-    )
+    says = f"{cache} is not shared: each node tokenizes the data for itself"
+    return passed(says, len(blind), unit, blind)
 
 
-def _seen(cluster: Cluster, folder: Path) -> dict[str, str]:
-    """For each node, whether it sees the first rank's file in a folder, or in the nearest existing parent: ``seen``, or
-    the reason why not. Raises CheckFailed on all ranks if the first rank cannot write there.
+def _blind(cluster: Cluster, folder: Path) -> list[str]:
+    """The nodes that do not see the first rank's file in a folder, or in the nearest existing parent, each with the
+    reason. Raises CheckFailed on all ranks if the first rank cannot write there.
     """
     written: list[Path] = []
     first = next(iter(cluster.nodes))
@@ -304,7 +295,8 @@ def _seen(cluster: Cluster, folder: Path) -> dict[str, str]:
     try:
         # the first rank writes, every node looks
         up, name = cluster.ranks.run_on_writer(write)
-        return cluster.on_each_node(partial(_look, folder, up, name))
+        seen = cluster.on_each_node(partial(_look, folder, up, name))
+        return [f"{folder} on {node}: {what}" for node, what in seen.items() if what != "seen"]
     finally:
         for file in written:
             with suppress(OSError):

@@ -601,7 +601,7 @@ def _summed(
                 differ.append(f"{name}: other tokens are predicted than its targets")
             elif not np.allclose(weights, sample.weight_N):
                 differ.append(f"{name}: other weights than its own")
-    numbers, lines = {}, []
+    numbers, lines = dict[str, Any](), list[str]()
     for of_rank, wrong in session.ranks.gather((mine, differ)):
         numbers |= of_rank
         lines += wrong

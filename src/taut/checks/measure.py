@@ -336,13 +336,10 @@ def _watched_head(session: Session, heads: list[HeadOutput]) -> Iterator[None]:
             spec = head_of(session)
             hidden_ND = hidden.squeeze(0).index_select(0, packed.predictor_N.to(hidden.device))
             target_N = packed.target_N.to(hidden.device)
+            chunks = (torch.split(whole, LOGIT_ROWS) for whole in (hidden_ND, target_N))
             plain = [
                 torch.log_softmax(spec.logits(some_ND), -1).gather(1, some_N[:, None]).squeeze(1)
-                for some_ND, some_N in zip(
-                    torch.split(hidden_ND, LOGIT_ROWS),
-                    torch.split(target_N, LOGIT_ROWS),
-                    strict=True,
-                )
+                for some_ND, some_N in zip(*chunks, strict=True)
             ]
             recomputed_N = score_hidden(hidden_ND, target_N, spec).logp_N
         heads.append(HeadOutput(packed, hidden_ND, torch.cat(plain), recomputed_N))

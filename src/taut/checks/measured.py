@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import chain, cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -102,14 +102,13 @@ def measured(session: Session) -> tuple[list[Row], Sequence[Packed]]:
         most = FLOPS.get(session.ranks.device.type, FLOPS["cuda"])
         left = most / (2.0 * architecture.num_weights(session.model))
     trees, begins = list[tuple[Sample, ...]](), list[int]()
-    for sources in (_with_others(session), _with_other_tools(session)):
-        for begin, tree in sources:
-            _, shared = shared_prefixes(tree, trainer.policy)
-            left -= sum(sample.num_tokens for sample in tree) - sum(shared)
-            if left < 0:
-                break
-            trees.append(tree)
-            begins.append(begin)
+    for begin, tree in chain(_with_others(session), _with_other_tools(session)):
+        _, shared = shared_prefixes(tree, trainer.policy)
+        left -= sum(sample.num_tokens for sample in tree) - sum(shared)
+        if left < 0:
+            break
+        trees.append(tree)
+        begins.append(begin)
     if left < 0 and len(trees) < FEWEST:
         alone = session.alone
         return [Row(it, it.num_tokens, alone[it.id].double().numpy()) for it in session.pair], ()
@@ -147,50 +146,43 @@ def _with_others(session: Session) -> Iterator[tuple[int, tuple[Sample, ...]]]:
 
 
 def _with_other_tools(session: Session) -> Iterator[tuple[int, tuple[Sample, ...]]]:
-    """Calls after their own tools and after another row's, and answers after results of calls in the same way."""
+    """Calls after their own tools and after another row's; and answers after results of calls in the same way."""
     turns: dict[str, list[Conversation]] = {"tools": [], "results of calls": []}
-    for row in session.rows:
-        for index in row.learned if isinstance(row, Conversation) else ():
+    for row in (row for row in session.rows if isinstance(row, Conversation)):
+        for index in row.learned:
             turn = replace(row, messages=row.messages[: index + 1], learned=(index,))
-            if row.tools and "tool_calls" in row.messages[index]:
-                turns["tools"].append(turn)
-            if row.messages[index - 1]["role"] == "tool":
+            if any(message["role"] == "tool" for message in turn.messages):
                 turns["results of calls"].append(turn)
+            elif row.tools and "tool_calls" in row.messages[index]:
+                turns["tools"].append(turn)
     for what, found in turns.items():
         own = sorted(found, key=lambda turn: len(str(turn)))[:WITH_TOOLS]
         for number, turn in enumerate(own):
             other = own[(number + 7) % len(own)]
-            if what == "tools":
-                changed = replace(turn, tools=other.tools)
-                called = {call["function"]["name"] for call in turn.messages[-1]["tool_calls"]}
-                mine, theirs = (
-                    [tool for tool in it.tools if tool["function"]["name"] in called]
-                    for it in (turn, other)
-                )
-                changed = turn if mine == theirs != [] else changed
-            else:
-                changed = _with_results_of(turn, other)
-            name = f"{what} {number} {turn.place}"
+            results = cycle(it["content"] for it in other.messages if it["role"] == "tool")
+            messages = tuple(
+                {**it, "content": next(results)} if it["role"] == "tool" else it
+                for it in turn.messages
+            )
+            tools = other.tools if what == "tools" else turn.tools
+            names = {call["function"]["name"] for call in turn.messages[-1].get("tool_calls", ())}
+            called = [tool for tool in turn.tools if tool["function"]["name"] in names]
+            pair = turn, replace(turn, messages=messages, tools=tools)
+            if pair[0] == pair[1] or (what == "tools" and any(tool in tools for tool in called)):
+                continue  # the other row has the same
             try:
-                (own_cut, begin), (cut, start) = (
-                    _cut(session.renderer.render(it)[-1], TOOL_TOKENS) for it in (turn, changed)
-                )
+                cuts = [_cut(session.renderer.render(it)[-1], TOOL_TOKENS) for it in pair]
             except RenderError:
                 continue
-            answer_T, is_whole = own_cut.ids_T[begin:], max(begin, start) < TOOL_TOKENS
-            if is_whole and changed != turn and np.array_equal(answer_T, cut.ids_T[start:]):
-                first = _followed(own_cut.ids_T[:begin], answer_T, own_cut.media, name)
-                second = _followed(cut.ids_T[:start], answer_T, cut.media, f"{name} {what}")
-                yield begin, (first, second)
-
-
-def _with_results_of(turn: Conversation, other: Conversation) -> Conversation:
-    """A conversation with the results of calls of another one, which are repeated if they are fewer."""
-    theirs = cycle(it["content"] for it in other.messages if it["role"] == "tool")
-    messages = (
-        {**it, "content": next(theirs)} if it["role"] == "tool" else it for it in turn.messages
-    )
-    return replace(turn, messages=tuple(messages))
+            answer_T, other_T = (cut.ids_T[begin:] for cut, begin in cuts)
+            is_whole = max(begin for _, begin in cuts) < TOOL_TOKENS
+            if is_whole and np.array_equal(answer_T, other_T):
+                name, ends = f"{what} {number} {turn.place}", ("", f" {what}")
+                tree = (
+                    _followed(cut.ids_T[:begin], answer_T, cut.media, name + end)
+                    for (cut, begin), end in zip(cuts, ends, strict=True)
+                )
+                yield cuts[0][1], tuple(tree)
 
 
 def logprobs(session: Session, scorer: Scorer, packs: Sequence[Packed]) -> dict[str, FloatArray]:

@@ -8,19 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from taut.checks import measure
 from taut.checks.loss import dtype_name
-from taut.checks.measure import (
-    GRADIENT_ROUNDING,
-    drift,
-    first_step,
-    gap,
-    gradients_of,
-    largest_gap,
-    layer_outputs,
-    most_different_gradient,
-    outputs_seen,
-    target_name,
-)
 from taut.checks.registry import Finding, check, failed, passed, skip_if
 from taut.checks.session import Session
 from taut.checks.weights import experts_of_rank, open_files
@@ -130,7 +119,7 @@ def all_numbers_are_finite(session: Session) -> Finding:
     numbers = session.alone if session.loaded.one_sample is not None else session.packed
     for name, values in numbers.items():
         if num_wrong := int((~torch.isfinite(values)).sum()):
-            outputs = layer_outputs(session, pack(list(session.pair[:1]), ALONE))
+            outputs = measure.layer_outputs(session, pack(list(session.pair[:1]), ALONE))
             layers = [layer for layer, output in outputs.items() if not _is_finite(output)]
             return failed(
                 f"{num_wrong} of {len(values)} {quantity.many} of {name} are not finite",
@@ -160,13 +149,13 @@ def two_forwards_in_training_agree(session: Session) -> Finding:
     itself: dropout that its config does not name, layers skipped at random.
     """
     with torch.no_grad(), session.trainer.compute():  # once around both: autocast keeps its casts
-        moved = gap(_forward_in_training(session, {}), _forward_in_training(session, {}))
+        moved = measure.gap(_forward_in_training(session, {}), _forward_in_training(session, {}))
     quantity = session.quantity
     if moved > session.exact:
         first, second = dict[str, Tensor](), dict[str, Tensor]()
         _forward_in_training(session, first, keeps_sums=True)
         _forward_in_training(session, second, keeps_sums=True)
-        where = next((name for name in first if gap(first[name], second[name]) > 0), None)
+        where = next((name for name in first if measure.gap(first[name], second[name]) > 0), None)
         return failed(
             f"the same sample's {quantity.many} differ by {moved:.3g} {quantity.unit} from one forward to the next",
             measured=(moved, quantity.unit),
@@ -190,7 +179,7 @@ def _forward_in_training(
 
     was_training, watched = scorer.training, names if keeps_sums else ()
     try:
-        with outputs_seen(watched, keep), torch.no_grad(), session.trainer.compute():
+        with measure.outputs_seen(watched, keep), torch.no_grad(), session.trainer.compute():
             scorer.train()
             return session.forward(pack([session.short_sample], ALONE))
     finally:
@@ -213,7 +202,7 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
         return passed("the scalar head is the model's own", moved, "points")
     limit = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.5}[session.dtype]
     worst, where, number = 0.0, "", 0
-    for head in first_step(session).heads:
+    for head in measure.first_step(session).heads:
         number += len(head.plain_N)
         ways = {"computed again in backward": head.recomputed_N}
         if head.logp_N is not None:
@@ -221,9 +210,10 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
             way = "gradient formed in the forward" if is_linear else "as the run takes it"
             ways[way] = head.logp_N
         for way, logp_N in ways.items():
-            moved, at = largest_gap(logp_N, head.plain_N)
+            moved, at = measure.largest_gap(logp_N, head.plain_N)
             if moved > worst:
-                target, plain = target_name(session, head.packed, at), float(head.plain_N[at])
+                target = measure.target_name(session, head.packed, at)
+                plain = float(head.plain_N[at])
                 worst = moved
                 where = f"{target}: {float(logp_N[at]):.6g}, plainly {plain:.6g} ({way})"
     if worst > limit:
@@ -249,9 +239,9 @@ def compiled_layers_compute_what_eager_ones_do(session: Session) -> Finding:
     made = graphs_made().since(before)
     with eagerly():
         expected, expected_gradients = _of_the_pair(session)
-    quantity, moved = session.quantity, drift(numbers, expected)
-    tensor, error = most_different_gradient(expected_gradients, gradients)
-    limit = GRADIENT_ROUNDING[session.dtype]
+    quantity, moved = session.quantity, measure.drift(numbers, expected)
+    tensor, error = measure.most_different_gradient(expected_gradients, gradients)
+    limit = measure.GRADIENT_ROUNDING[session.dtype]
     if moved > session.tolerance or error > limit:
         return failed(
             f"compiled layers differ from the same layers without torch's compiler by {moved:.3g} {quantity.unit}, and "
@@ -283,5 +273,5 @@ def _of_the_pair(session: Session) -> tuple[Tensor, dict[str, Tensor]]:
             with trainer.compute_backward():
                 values[0].sum().backward()  # type: ignore[no-untyped-call]
 
-    gradients = gradients_of(session, backward)
+    gradients = measure.gradients_of(session, backward)
     return values[0].detach().cpu(), {name: grad.cpu() for name, grad in gradients.items()}

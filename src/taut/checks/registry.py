@@ -84,10 +84,14 @@ def _fault(
     many: the number of lines is the number, and the first are the evidence. ``code``: the error's.
     """
     what, unit = measured
-    lines = (evidence,) if isinstance(evidence, str) else evidence
-    number = what
-    if isinstance(what, Sequence):
-        number, lines = len(what), what
+    lines = (
+        what
+        if isinstance(what, Sequence)
+        else [evidence]
+        if isinstance(evidence, str)
+        else evidence
+    )
+    number = len(what) if isinstance(what, Sequence) else what
     shown = tuple(islice(lines, MAX_EXAMPLES))
     return Finding(outcome, says, number, unit, shown, remedy, tuple(notes), code)
 

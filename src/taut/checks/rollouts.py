@@ -21,17 +21,7 @@ import torch
 
 from taut.checks.chat_template import quoted, short_place
 from taut.checks.measure import restore_weights, weights_moved
-from taut.checks.registry import (
-    Finding,
-    Skip,
-    check,
-    failed,
-    passed,
-    skip_if,
-    skipped,
-    split_error,
-    warned,
-)
+from taut.checks.registry import Finding, Skip, check, failed, passed, skip_if, split_error, warned
 from taut.checks.session import Session, cut_out, once, owned_by
 from taut.data.rows.prompts import PromptRow, PromptSet
 from taut.errors import ModelError, RenderError
@@ -108,7 +98,7 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
     most = rollout_worker(session).config.grows
     unit, longest = f"of {len(session.train):,} prompts", int(length_S.max())
 
-    def shown(index: int) -> str:
+    def shown(index: Any) -> str:
         return f"{session.train.sample_id(int(index))}: {length_S[index]:,} tokens"
 
     says = f"tokens of the longest prompt, and {most:,} of an answer"
@@ -377,7 +367,7 @@ def judge_rewards(
 ) -> Finding:
     """Judge the rewards of the rows' right answers and wrong ones. ``key``: as of ``GradedRewards``."""
     if not graded:
-        return skipped("no row has a reference answer")
+        return Finding("skipped", "no row has a reference answer")
     judges_of, marks = reward_set.judges, list[Marks]()
     has_correct = "correctness" in judges_of.values()
     for part in reward_set.parts:
@@ -810,6 +800,15 @@ def _trainer_logps(
     return [(path, numbers[path.id].double().numpy()) for path in paths]
 
 
+def _gaps(
+    answers: Sequence[Completion], paths: Sequence[tuple[Sample, FloatArray]]
+) -> list[FloatArray]:
+    """Differences between the logprobs of the engine and those of the trainer."""
+    drawn = [answer.logp_N for answer in answers if answer.logp_N is not None and answer.ids_N.size]
+    pairs = zip(drawn, (logp_N for _, logp_N in paths), strict=True)
+    return [np.nan_to_num(np.abs(left_N - right_N), nan=np.inf) for left_N, right_N in pairs]
+
+
 def _engine_limit(session: Session, engine: LocalEngine | ServerEngine) -> float:
     """Maximum mean difference due to rounding; a server computes in a precision of its own."""
     served = vllm_client.TOLERANCE["bfloat16"] / 4 if isinstance(engine, ServerEngine) else 0.0
@@ -844,23 +843,15 @@ def engine_and_trainer_agree(session: Session) -> Finding:
             evidence=[f"{answer.prompt_id}: {answer.error or 'no logprobs'}" for answer in refused],
             remedy="see what the engine, or the server's log, says of it",
         )
-    gaps = []
-    worst, where = -1.0, ""
-    for (path, trainer_N), completion in zip(
-        _trainer_logps(session, prompts, answers), answers, strict=True
-    ):
-        assert completion.logp_N is not None
-        gap_N = np.nan_to_num(np.abs(completion.logp_N - trainer_N), nan=np.inf)
-        gaps.append(gap_N)
-        at = int(gap_N.argmax())
-        if gap_N[at] > worst:
-            worst = float(gap_N[at])
-            token = session.tokenizer.decode([int(path.ids_T[path.target_at_N[at]])])
-            where = f"{path.id}: token {at} of the answer, {token!r}"
     # the mean over all tokens decides
+    paths = _trainer_logps(session, prompts, answers)
+    gaps = _gaps(answers, paths)
     gap_N = np.concatenate(gaps)
     mean, limit = float(gap_N.mean()), _engine_limit(session, engine)
     if mean > limit:
+        worst = max(range(len(gaps)), key=lambda number: gaps[number].max())
+        path, at = paths[worst][0], int(gaps[worst].argmax())
+        token = session.tokenizer.decode([int(path.ids_T[path.target_at_N[at]])])
         if session.is_generated and not session.run.is_replayed:
             remedy = (
                 "every gradient would have their ratio in it; set rollout.engine=local, or start the server with the "
@@ -875,7 +866,8 @@ def engine_and_trainer_agree(session: Session) -> Finding:
             f"the engine's logprobs are {mean:.3g} nats a token off those of the trainer (at most {limit:g} is "
             "rounding)",
             measured=(mean, "nats a token"),
-            evidence=[f"{where}: engine and trainer differ by {worst:.3g}"],
+            evidence=f"{path.id}: token {at} of the answer, {token!r}: engine and trainer differ by "
+            f"{gaps[worst][at]:.3g}",
             remedy=remedy,
         )
     return passed(f"{gap_N.size} tokens drawn, the same when scored", mean, "nats a token")
@@ -938,14 +930,8 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
                 new = _trainer_logps(session, prompts, answers)
                 restore_weights(session, copies)
             old = _trainer_logps(session, prompts, answers)
-            engine_N = np.concatenate(
-                [answer.logp_N for answer in answers if answer.logp_N is not None]
-            )
             off_new, off_old = (
-                float(np.nan_to_num(np.abs(engine_N - trainer_N), nan=np.inf).mean())
-                for trainer_N in (
-                    np.concatenate([logp_N for _, logp_N in paths]) for paths in (new, old)
-                )
+                float(np.concatenate(_gaps(answers, paths)).mean()) for paths in (new, old)
             )
             if max(off_new, off_old) > SEEN * limit:
                 break

@@ -19,29 +19,12 @@ from transformers.pytorch_utils import Conv1D
 
 from taut.checks.loss import ProductCounter, dtype_name
 from taut.checks.measure import first_step, trained, weights_moved
-from taut.checks.registry import (
-    Finding,
-    check,
-    failed,
-    passed,
-    skip_if,
-    skipped,
-    split_error,
-    warned,
-)
+from taut.checks.registry import Finding, Skip, check, failed, passed, skip_if, split_error, warned
 from taut.checks.session import Session
 from taut.config import home_path, to_dict, user_path
 from taut.data.packing import ALONE, pack
 from taut.errors import OutputError, TautError
-from taut.evals.round_trip import (
-    Comparison,
-    Trained,
-    compare_saved,
-    load_anew,
-    room_for,
-    samples_to_compare,
-    score,
-)
+from taut.evals import round_trip
 from taut.io.console import counted
 from taut.io.files import free_space, read_json
 from taut.io.temporary import TemporaryFolder
@@ -455,8 +438,8 @@ def each_step_has_its_samples(session: Session) -> Finding:
     source, run, last = session.trainer.source, session.run, session.trainer.num_steps
     is_streamed = isinstance(source, Streamed)
     skip_if(is_streamed, "most rows are yet to come; a resume compares their digest")
-    if not isinstance(source, Offline):
-        return skipped("the method prepares its steps itself")
+    skip_if(not isinstance(source, Offline), "the method prepares its steps itself")
+    assert isinstance(source, Offline)
     order = source.order
     # the number of steps
     wanted, most = run.steps, run.batch.tokens_per_step
@@ -613,7 +596,7 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
         try:
             comparisons, other_pictures = _save_and_compare(session, place / "model")
         except OutputError as error:
-            return skipped(str(error).partition(";")[0])
+            raise Skip(str(error).partition(";")[0]) from error
         except TautError as error:
             return failed(f"what was saved cannot be loaded: {error}", remedy=report)
     # first what no logprob would show
@@ -637,17 +620,17 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
     return passed(f"{what} ({last.name})", last.value, "nats", [f"{first.detail}: the same bits"])
 
 
-def _save_and_compare(session: Session, directory: Path) -> tuple[list[Comparison], str]:
+def _save_and_compare(session: Session, directory: Path) -> tuple[list[round_trip.Comparison], str]:
     """The comparison; and the difference, for users of the model, in how pictures are processed, or "" if there is
     none.
     """
     run, inputs, model = session.run, session.inputs, session.scorer.model
     data = inputs.train if inputs.eval is None else inputs.eval
-    samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
-    logps, dtype = score(session.scorer, samples), session.built.models.saved_dtype
+    samples = round_trip.samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
+    logps, dtype = round_trip.score(session.scorer, samples), session.built.models.saved_dtype
     with distributed.whole_tensors(model, session.ranks) as whole:
         assert whole is not None, "the full part is asked on one rank"
-        before = Trained(model, whole, samples, logps, dtype)
+        before = round_trip.Trained(model, whole, samples, logps, dtype)
         with saving(
             model,
             inputs.tokenizer,
@@ -658,8 +641,9 @@ def _save_and_compare(session: Session, directory: Path) -> tuple[list[Compariso
             whole=whole,
         ) as written:
             path, trust = str(written), run.trust_remote_code
-            reloaded = load_anew(path, room_for(model, session.ranks.device), trust)
-            comparisons = compare_saved(before, reloaded)
+            room = round_trip.room_for(model, session.ranks.device)
+            reloaded = round_trip.load_anew(path, room, trust)
+            comparisons = round_trip.compare_saved(before, reloaded)
             # how pictures are processed, read again as a server does
             store = inputs.renderer.image_store
             if store is None:

@@ -170,7 +170,7 @@ def learned(place: Place, make: Callable[[Path], Path], rows: Sequence[Mapping[s
                     size = torch.randn(len(tensor), 1, generator=draw).mul_(0.7).exp_()
                     tensors[key] = tensor * size
             save_file(tensors, file, {"format": "pt"})
-            keys = {"optim.learning_rate": 1e-2, "data.max_length": 1000, "dtype": "float32"}
+            keys = {"optim.learning_rate": 1e-2, "data.max_length": 1000, "data.targets": "all"}
             run = {**keys, **PLAIN, "batch.samples_per_step": 32, "steps": 100}
             sft(model, place.data(rows, "learned.jsonl"), out, **run)
             LEARNED[name] = {it.name: it.read_bytes() for it in (out / "model").iterdir()}
