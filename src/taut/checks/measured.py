@@ -54,7 +54,7 @@ FLOPS = {"cpu": 1e11, "cuda": 1e14}
 """Operations that a forward may take before a run: less than a second."""
 PROMPT, ANSWER = 96, 32
 """Maximum tokens of a prompt and of an answer."""
-WITH_TOOLS, TOOL_TOKENS = 20, 512
+WITH_TOOLS, TOOL_TOKENS = 24, 512
 """Maximum rows with tools, the shortest, and tokens of one, which is not cut."""
 FEWEST = 16
 """Fewest rows, or words, from which something is concluded."""

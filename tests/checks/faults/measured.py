@@ -137,12 +137,6 @@ def answers_moved_against_their_prompts(place: Place, is_faulty: bool) -> Sessio
     return asking(place, 3 if is_faulty else 0)
 
 
-@fault("data.prompts", says="sorted or joined apart", outcome="warning", part="quick")
-def prompts_after_which_other_answers_stand(place: Place, is_faulty: bool) -> Session:
-    """Two files were joined by line, of which one had a line more at its head."""
-    return asking(place, 1 if is_faulty else 0)
-
-
 # -- pictures, tools and results of calls
 
 LEARNED: dict[str, dict[str, bytes]] = {}
@@ -153,7 +147,7 @@ QUESTIONS = [f"what is the {word}?" for word in ("cat", "dog", "house", "sky")]
 def parts(seed: int, number: int) -> list[str]:
     """Texts that have to be known."""
     draw = random.Random(seed)
-    return [" ".join(draw.choices(WORDS, k=5)) for _ in range(number)]
+    return [" ".join(draw.choices(WORDS, k=4)) for _ in range(number)]
 
 
 def learned(place: Place, make: Callable[[Path], Path], rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -171,8 +165,8 @@ def learned(place: Place, make: Callable[[Path], Path], rows: Sequence[Mapping[s
                     tensors[key] = tensor * size
             save_file(tensors, file, {"format": "pt"})
             keys = {"optim.learning_rate": 1e-2, "data.max_length": 1000, "data.targets": "all"}
-            run = {**keys, **PLAIN, "batch.samples_per_step": 32, "steps": 100}
-            sft(model, place.data(rows, "learned.jsonl"), out, **run)
+            size = {"dtype": "float32", "batch.samples_per_step": 32, "steps": 80}
+            sft(model, place.data(rows, "learned.jsonl"), out, **keys, **size, **PLAIN)
             LEARNED[name] = {it.name: it.read_bytes() for it in (out / "model").iterdir()}
     directory = place.directory / name
     directory.mkdir(exist_ok=True)
@@ -221,26 +215,24 @@ def calling(directory: Path) -> Path:
 
 def called(shift_tools: int, shift_results: int) -> list[dict[str, Any]]:
     """Calls and answers, half known by the question; the rest by what the tool is for, or by the call's result."""
-    by_question, of_tool, of_call = parts(1, 4), parts(3, 8), parts(4, 8)
-    of_result, of_answer = parts(5, 8), parts(6, 8)
+    by_question, of_tool, of_call = parts(1, 4), parts(3, 32), parts(4, 32)
+    of_result, of_answer = parts(5, 32), parts(6, 32)
     rows = []
-    for number in range(8):
+    for number in range(32):
         tool = {
             "name": "look",
-            "description": of_tool[(number + shift_tools) % 8],
+            "description": of_tool[(number + shift_tools) % 32],
             "parameters": {"type": "object", "properties": {}},
         }
-        for asked, question in enumerate(QUESTIONS):
-            at = f"{by_question[asked]} {of_call[number]}"
-            call = {"type": "function", "function": {"name": "look", "arguments": {"at": at}}}
-            answer = f"{by_question[asked]} {of_answer[number]}"
-            messages = [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "content": of_result[(number + shift_results) % 8]},
-                {"role": "assistant", "content": answer},
-            ]
-            rows.append({"messages": messages, "tools": [{"type": "function", "function": tool}]})
+        at, begin = f"{by_question[number % 4]} {of_call[number]}", by_question[number % 4]
+        call = {"type": "function", "function": {"name": "look", "arguments": {"at": at}}}
+        messages = [
+            {"role": "user", "content": QUESTIONS[number % 4]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": of_result[(number + shift_results) % 32]},
+            {"role": "assistant", "content": f"{begin} {of_answer[number]}"},
+        ]
+        rows.append({"messages": messages, "tools": [{"type": "function", "function": tool}]})
     return rows
 
 
@@ -259,6 +251,12 @@ def tools_of_other_rows(place: Place, is_faulty: bool) -> Session:
 def results_of_other_calls(place: Place, is_faulty: bool) -> Session:
     """Calls were made at once, and their results came back in another order."""
     return _calling(place, called(0, 3 if is_faulty else 0))
+
+
+@fault("data.prompts", says="sorted or joined apart", outcome="warning", part="quick")
+def prompts_after_which_other_answers_stand(place: Place, is_faulty: bool) -> Session:
+    """Two files were joined by line, of which one had a line more at its head."""
+    return asking(place, 1 if is_faulty else 0)
 
 
 # -- pairs
