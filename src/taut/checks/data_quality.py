@@ -347,9 +347,9 @@ MANY = 0.05
 """Share of answers from which on a fault is a warning."""
 MARKS = re.compile(
     r"<\|\w{2,30}\|>|<\uff5c[^<>\s]{2,40}\uff5c>|</?s>|<(?:eos|start_of_turn|end_of_turn)>|\[/?INST\]|<</?SYS>>"
-    r"|</?tool_call>|<function[=_s]|\[TOOL_CALLS\]"
+    r"|</?tool_call>|<function[=_s]|\[TOOL_CALLS\]|\n(?:### ?)?(?:Human|User|Assistant|Instruction|Response): "
 )
-"""Marks by which templates end turns, write roles and calls."""
+"""Marks by which templates and transcripts end turns, write roles and calls."""
 CALL = re.compile(r'\s*(?:```json\s*)?\{"name": ?"[\w.-]+", ?"(?:arguments|parameters)": ?\{')
 """A call as text."""
 UNENDED = re.compile(r"(?:[^\W\d_]|[,-])$")
@@ -374,7 +374,7 @@ def answers_look_like_answers(session: Session) -> Finding:
     found = {
         "stop in the middle of a sentence, at one length": _cut_off(session, pairs),
         "say the same several times": [pair for pair in pairs if _is_said_again(pair.answer)],
-        "begin with the question": [pair for pair in pairs if _begins_with_question(pair)],
+        "begin or end with the question": [pair for pair in pairs if _has_question(pair)],
         "have another model's marks, or calls as text": _with_marks(session, pairs),
         "come with calls of functions that their row has not": _of_other_tools(session, pairs),
     }
@@ -417,10 +417,12 @@ def _is_said_again(answer: str) -> bool:
     return any(len({*some}) <= 0.55 * len(some) for some in runs)
 
 
-def _begins_with_question(pair: Exchange) -> bool:
+def _has_question(pair: Exchange) -> bool:
+    """Whether an answer and more has the last line of the prompt at its beginning or end, or after a word there."""
     question = pair.prompt.rstrip().rpartition("\n")[2].strip()
-    answer = pair.answer.strip()
-    return len(question) >= 12 and answer.startswith(question) and len(answer) > len(question) + 1
+    answer, size = pair.answer.strip(), len(question)
+    is_there = question in answer[: size + 12] or question in answer[-size - 12 :]
+    return size >= 12 and is_there and len(answer) > size + 1
 
 
 def _with_marks(session: Session, pairs: Sequence[Exchange]) -> list[Exchange]:

@@ -263,9 +263,12 @@ def words(session: Session) -> tuple[FloatArray, FloatArray]:
 
 @once
 def is_untrained(session: Session) -> bool:
-    """Whether the weights are as they were drawn, and the model is no better than counting."""
+    """Whether the weights of the first and the last layer are as they were drawn, and the model is no better than
+    counting.
+    """
     surplus, half = interval(np.subtract(*words(session)))
-    return surplus > -half and _is_drawn(architecture.layers(session.model)[-1].parameters())
+    layers = architecture.layers(session.model)
+    return surplus > -half and all(_is_drawn(layers[at].parameters()) for at in (0, -1))
 
 
 def _is_drawn(parameters: Iterable[nn.Parameter]) -> bool:

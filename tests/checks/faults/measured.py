@@ -128,6 +128,17 @@ def a_head_that_is_a_row_off(place: Place, is_faulty: bool) -> Session:
     return asking(place, 0, spoiled(place, shift_head) if is_faulty else None)
 
 
+def forget_the_last_layer(model: Any) -> None:
+    for parameter in model.model.layers[-1].parameters():
+        parameter.normal_(0.0, 1.0)
+
+
+@fault("model.language", says="is whole", outcome="warning", part="quick")
+def a_last_layer_that_is_random(place: Place, is_faulty: bool) -> Session:
+    """A shard of the checkpoint was lost, and its layer made anew."""
+    return asking(place, 0, spoiled(place, forget_the_last_layer) if is_faulty else None)
+
+
 # -- prompts and answers
 
 
