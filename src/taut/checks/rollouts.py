@@ -480,8 +480,8 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
 
 LARGE = 1e4
 """A reward above which squares and sums lose digits."""
-NARROW = 0.01
-"""A spread of rewards, as a part of their size, below which dividing by it makes large updates of little."""
+NARROW, SMALL = 0.01, 1e-4
+"""Spreads of rewards, as a part of their size and alone, below which dividing by them makes large updates of little."""
 NONSENSE = ("lorem", "ipsum", "dolor", "sit", "amet", "elit", "sed", "magna") * 8
 
 
@@ -535,7 +535,7 @@ def rewards_are_functions_of_the_answer(session: Session) -> Finding:
         totals = [result.total for result in results if result.total is not None] or [0.0]
         largest, apart = float(np.abs(totals).max()), float(np.ptp(totals))
         is_divided = not asked.key and session.is_policy_gradient
-        if largest > LARGE or (is_divided and 0 < apart < NARROW * largest):
+        if largest > LARGE or (is_divided and 0 < apart < max(NARROW * largest, SMALL)):
             says = f"rewards are as large as {largest:.3g}, right and wrong ones {apart:.3g} apart"
             remedy = "bring them to 0 to 1: large ones lose digits, and noise is divided by a narrow spread"
             return warned(says, measured=(largest, "the largest"), remedy=remedy)
