@@ -124,7 +124,7 @@ def outputs_seen(
 
 def layer_outputs(session: Session, packed: Packed) -> dict[str, Tensor]:
     """The output of each decoder layer for a micro-batch, [T, D] in host memory, by its name and class."""
-    names, outputs = {module: name for name, module in session.scorer.named_modules()}, {}
+    names, outputs = {it: name for name, it in session.scorer.model.named_modules()}, {}
 
     def keep(layer: nn.Module, hidden: Any) -> None:
         name = f"{names[layer]} ({type(layer).__name__})"

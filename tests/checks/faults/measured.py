@@ -221,7 +221,8 @@ def pictures_of_the_next_row(place: Place, is_faulty: bool) -> Session:
 
 
 def calling(directory: Path) -> Path:
-    return save_tiny("qwen2", directory, tiny_tokenizer("qwen2.5"), max_position_embeddings=1024)
+    tokenizer, size = tiny_tokenizer("qwen2.5"), {"max_position_embeddings": 1024}
+    return save_tiny("qwen2", directory, tokenizer, sharpen=False, initializer_range=0.05, **size)
 
 
 def called(shift_tools: int, shift_results: int) -> list[dict[str, Any]]:
