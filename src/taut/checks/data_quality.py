@@ -101,12 +101,12 @@ def the_longest_sample_has_positions(session: Session) -> Finding:
     """
     context = context_length(session.language.config)
     for name, data in session.data:
-        longest = data.longer_than(context or np.inf, 4)
+        beyond = data.longer_than(context or np.inf, 4)
         if num_too_long := data.lengths.num_over(context or np.inf):
             return failed(
                 f"{num_too_long:,} samples of {name} are longer than the model's {context:,} positions",
                 measured=(data.lengths.longest, f"tokens of {context:,}"),
-                evidence=[f"{data.sample_id(it)}: {data.length(it):,} tokens" for it in longest],
+                evidence=[f"{data.sample_id(it)}: {data.length(it):,} tokens" for it in beyond],
                 remedy=f"set data.max_length={context}, or write max_position_embeddings (and rope scaling) into the "
                 "model's config.json if it was made for more",
             )
