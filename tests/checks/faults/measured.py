@@ -148,10 +148,10 @@ def answers_moved_against_their_prompts(place: Place, is_faulty: bool) -> Sessio
     return asking(place, 3 if is_faulty else 0)
 
 
-# -- pictures, tools and results of calls
+# -- pictures
 
 LEARNED: dict[str, dict[str, bytes]] = {}
-"""The files of models that have learned the rows of ``shown`` and ``called``, once they are made."""
+"""The files of models that have learned the rows of ``shown``, once they are made."""
 QUESTIONS = [f"what is the {word}?" for word in ("cat", "dog", "house", "sky")]
 
 
@@ -218,51 +218,6 @@ def pictures_of_the_next_row(place: Place, is_faulty: bool) -> Session:
         dtype="float32",
         data__max_length=1000,
     )
-
-
-def calling(directory: Path) -> Path:
-    tokenizer, size = tiny_tokenizer("qwen2.5"), {"max_position_embeddings": 1024}
-    return save_tiny("qwen2", directory, tokenizer, sharpen=False, initializer_range=0.05, **size)
-
-
-def called(shift_tools: int, shift_results: int) -> list[dict[str, Any]]:
-    """Calls and answers, half known by the question; the rest by what the tool is for, or by the call's result."""
-    by_question, of_tool, of_call = parts(1, 4), parts(3, 32), parts(4, 32)
-    of_result, of_answer = parts(5, 32), parts(6, 32)
-    rows = []
-    for number in range(32):
-        tool = {
-            "name": "look",
-            "description": of_tool[(number + shift_tools) % 32],
-            "parameters": {"type": "object", "properties": {}},
-        }
-        at, begin = f"{by_question[number % 4]} {of_call[number]}", by_question[number % 4]
-        call = {"type": "function", "function": {"name": "look", "arguments": {"at": at}}}
-        messages = [
-            {"role": "user", "content": QUESTIONS[number % 4]},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": of_result[(number + shift_results) % 32]},
-            {"role": "assistant", "content": f"{begin} {of_answer[number]}"},
-        ]
-        rows.append({"messages": messages, "tools": [{"type": "function", "function": tool}]})
-    return rows
-
-
-def _calling(place: Place, rows: Sequence[Mapping[str, Any]]) -> Session:
-    model = learned(place, calling, called(0, 0))
-    return place.session(model, place.data(rows), dtype="float32", data__max_length=1000)
-
-
-@fault("data.prompts", says="that its calls are made with", outcome="warning")
-def tools_of_other_rows(place: Place, is_faulty: bool) -> Session:
-    """Tools were joined to rows by another order."""
-    return _calling(place, called(3 if is_faulty else 0, 0))
-
-
-@fault("data.prompts", says="results of its own calls", outcome="warning")
-def results_of_other_calls(place: Place, is_faulty: bool) -> Session:
-    """Calls were made at once, and their results came back in another order."""
-    return _calling(place, called(0, 3 if is_faulty else 0))
 
 
 @fault("data.prompts", says="sorted or joined apart", outcome="warning", part="quick")
