@@ -47,14 +47,11 @@ def every_layer_calls_the_attention(session: Session) -> Finding:
     names = {module: name for name, module in session.scorer.named_modules()}
     called = [names.get(module, type(module).__name__) for module in observed.layers]
     if len(called) != expected or len(set(called)) != expected:
-        twice = sorted({name for name in called if called.count(name) > 1})
+        twice = sorted({f"more than once: {it}" for it in called if called.count(it) > 1})
         return failed(
             f"{len(set(called))} of {expected} attention layers called {chosen.name}, in {len(called)} calls",
             measured=(len(set(called)), f"of {expected} layers"),
-            evidence=[
-                f"called: {', '.join(called) or 'none'}",
-                *(f"more than once: {name}" for name in twice),
-            ],
+            evidence=[f"called: {', '.join(called) or 'none'}", *twice],
             remedy="the model does not use the library's attention interface throughout; train another model, and "
             "please report this one",
         )
@@ -286,9 +283,7 @@ def packed_agrees_with_alone_by_the_library(session: Session) -> Finding:
             f"the {session.quantity.many} of {sample.id} differ by {moved:.3g} {unit} (at most {limit:g} is rounding) "
             f"from the same sample alone by the library's {library} attention",
             measured=(moved, unit),
-            evidence=[
-                f"{sample.id}, target {token!r}: {float(ours[at]):.4g}, by the library {float(theirs[at]):.4g}"
-            ],
+            evidence=f"{sample.id}, target {token!r}: {float(ours[at]):.4g}, by the library {float(theirs[at]):.4g}",
             remedy=f"{session.loaded.attention.name} does not compute this model; set attention=reference, and please "
             "report the model",
         )

@@ -27,17 +27,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers.utils.hub import cached_file
 
-from taut.checks.registry import (
-    MAX_EXAMPLES,
-    Finding,
-    check,
-    failed,
-    passed,
-    skip_if,
-    skipped,
-    split_error,
-    warned,
-)
+from taut.checks.registry import Finding, check, failed, passed, skip_if, split_error, warned
 from taut.checks.session import GENERATED, Session, once
 from taut.data.render.chat_template import PROBE, Ids, Template, Text, checked, common_length
 from taut.data.render.render import CLOSED, OPENED, THINKING
@@ -310,8 +300,7 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     if 2 * len(lost) > len(texts):
         return failed(
             f"the ids of {len(lost)} of {len(texts)} rows read back as another text",
-            measured=(len(lost), f"of {len(texts)} rows"),
-            evidence=[_becomes(*pair) for pair in lost[:MAX_EXAMPLES]],
+            measured=([_becomes(*pair) for pair in lost], f"of {len(texts)} rows"),
             remedy="the tokenizer loses what the rows say (its normalizer, or characters it has no token for); use one "
             "that keeps text, or prepare the rows as the model expects them",
         )
@@ -320,7 +309,7 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     id_of = session.tokenizer.backend_tokenizer.token_to_id
     pieces = [mark for mark in marks if id_of(mark) is None]  # made for another tokenizer
     if pieces:
-        notes.append(f"written in pieces, being no tokens: {' '.join(pieces[:MAX_EXAMPLES])}")
+        notes.append(f"written in pieces, being no tokens: {' '.join(pieces[:3])}")
     return passed("ids read back as the text", len(texts) - len(lost), "rows", notes)
 
 
@@ -345,9 +334,8 @@ def the_ids_are_those_of_tokenizer_json(session: Session) -> Finding:
         name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **revision
     )
     texts = [text for text in rows.ids_of if not any(token in text.text for token in added)][:ROWS]
-    if path is None or not texts:
-        return skipped("no row could be rendered, or the model has no tokenizer.json")
-    file, differ = Tokenizer.from_file(path), []
+    skip_if(not path or not texts, "no row could be rendered, or the model has no tokenizer.json")
+    file, differ = Tokenizer.from_file(str(path)), []
     # the file's own tokenizer, as servers in other languages read it
     file.no_truncation()
     file.no_padding()
@@ -363,8 +351,7 @@ def the_ids_are_those_of_tokenizer_json(session: Session) -> Finding:
         return passed("the ids of tokenizer.json", len(texts), "texts")
     return warned(
         f"{type(session.tokenizer).__name__} makes other ids of {len(differ)} of {len(texts)} than tokenizer.json",
-        measured=(len(differ), f"of {len(texts)} texts"),
-        evidence=differ[:MAX_EXAMPLES],
+        measured=(differ, f"of {len(texts)} texts"),
         remedy="the run trains and saves those of the class; if the model knows those of the file, set "
         "tokenizer_class=TokenizersBackend in tokenizer_config.json (qwen2 ignores it)",
     )
@@ -394,30 +381,23 @@ def messages_have_no_special_tokens(session: Session) -> Finding:
     unit = f"of {len(chats)} rows"
     if not places:
         return passed("no special token in the messages' words", 0, unit)
-    says = f"{' '.join([*tokens][:MAX_EXAMPLES])} in the messages of {len(places)} {unit} is trained as "
-    measured, evidence = (len(places), unit), places[:MAX_EXAMPLES]
+    says = f"{' '.join([*tokens][:3])} in the messages of {len(places)} {unit} is trained as "
+    readers = "servers that tokenize a rendering (transformers, vLLM) read it"
     if template.is_as_text:
         return warned(
             f"{says}text",
-            measured=measured,
-            evidence=evidence,
-            remedy="servers that tokenize a rendering (transformers, vLLM) read it as a control token and serve other "
-            "ids than were trained; ask through taut or with ids, or take it out",
+            measured=(places, unit),
+            remedy=f"{readers} as a control token and serve other ids than were trained; ask through taut or with ids, "
+            "or take it out",
         )
-    if 2 * len(places) > len(chats):
-        return failed(
-            f"{says}a control token",
-            measured=measured,
-            evidence=evidence,
-            remedy="the rows seem to be rendered already; give plain messages, or the rendered text in a column text; "
-            "if people say it, set data.control_tokens=as_text",
-        )
-    return warned(
+    is_rendered = 2 * len(places) > len(chats)
+    remedy = f"{readers} so too, whoever writes it; take it out"
+    if is_rendered:
+        remedy = "the rows seem to be rendered already; give plain messages, or the rendered text in a column text"
+    return (failed if is_rendered else warned)(
         f"{says}a control token",
-        measured=measured,
-        evidence=evidence,
-        remedy="servers that tokenize a rendering (transformers, vLLM) read it so too, whoever writes it; take it out, "
-        "or set data.control_tokens=as_text, which trains it as text",
+        measured=(places, unit),
+        remedy=f"{remedy}; if people say it, set data.control_tokens=as_text, which trains it as text",
     )
 
 
@@ -462,7 +442,7 @@ def system_messages_are_written(session: Session) -> Finding:
         return failed(
             f"the template leaves out the system message of {len(dropped)} of {num_with} rows",
             measured=(len(dropped), f"of {num_with} rows"),
-            evidence=[*dropped[:MAX_EXAMPLES], *instead],
+            evidence=[*dropped[:3], *instead],
             remedy="give a template that writes system messages with data.template=FILE, or put their words into the "
             "first user message",
         )
@@ -510,8 +490,7 @@ def messages_are_written_word_for_word(session: Session) -> Finding:
         return failed(
             f"the template leaves out or changes words of {len(lost)} of {number} messages "
             f"({', '.join(sorted(kinds))})",
-            measured=(len(lost), f"of {number} messages"),
-            evidence=lost[:MAX_EXAMPLES],
+            measured=(lost, f"of {number} messages"),
             remedy="give a template that writes every message as it is with data.template=FILE, or change the rows",
         )
     # white space that the template takes off is no fault
@@ -535,9 +514,8 @@ def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
     turns = [turn for turn in every if turn.place not in apart]
     reasoned = [turn for turn in turns if _reasoning(turn.message)]
 
-    lost = [turn for turn in reasoned if _reasoning(turn.message) not in turn.row.text]
     # a thought that the prompt opens is closed at once, or answered by reasoning
-    opened, openings = [], []
+    openings = []
     for turn in turns:
         prompt, row = turn.prompt.text, turn.row.text
         prompt_ids, row_ids = ids_of[turn.prompt], ids_of[turn.row]
@@ -545,47 +523,35 @@ def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
         is_closed_at_once = is_prefix and _begins_with_an_empty_thought(turn)
         is_opened = OPENED.search(prompt) is not None and not _reasoning(turn.message)
         if is_opened and not is_closed_at_once:
-            opened.append(turn)
             at = common_length(prompt, row)
             then = quoted(row[at : at + 60])
             openings.append(f"{turn.place}: {quoted(prompt[-40:])}, the row then {then}")
+    thoughts = {turn.place: _reasoning(turn.message) for turn in reasoned}
+    lost = [turn.place for turn in reasoned if thoughts[turn.place] not in turn.row.text]
     closed = [turn for turn in reasoned if CLOSED.search(turn.prompt.text) and not turn.is_prefix]
-    switch = session.language.renderer.template.thinking_switch
-    # the faults in order: what, in which turns, of how many, shown how, and what to do
-    faults = (
-        (
-            "the template leaves out the reasoning of",
-            lost,
-            len(reasoned),
-            [f"{turn.place}: {quoted(_reasoning(turn.message))}" for turn in lost],
-            "give a template that writes the reasoning of the answer being trained with data.template=FILE, or take it "
+    switch, unit = session.language.renderer.template.thinking_switch, f"of {len(reasoned)} answers"
+    if lost:
+        return failed(
+            f"the template leaves out the reasoning of {len(lost)} {unit}",
+            measured=([f"{place}: {quoted(thoughts[place])}" for place in lost], unit),
+            remedy="give a template that writes the reasoning of the answer being trained with data.template=FILE, or "
+            "take it out of the rows",
+        )
+    if openings:
+        off = f"set data.chat_template_kwargs = {{ {switch} = false }}, or " if switch else ""
+        return failed(
+            "the generation prompt opens a thought for answers without reasoning: "
+            f"{len(openings)} of {len(turns)} answers",
+            measured=(openings, f"of {len(turns)} answers"),
+            remedy=f"{off}give rows with reasoning, or a template whose prompt does not open it (data.template=FILE)",
+        )
+    if closed:
+        return failed(
+            f"the generation prompt closes a thought before the reasoning of {len(closed)} {unit}",
+            measured=([f"{turn.place}: {quoted(turn.prompt.text[-40:])}" for turn in closed], unit),
+            remedy="give a template whose generation prompt leaves reasoning open with data.template=FILE, or take it "
             "out of the rows",
-        ),
-        (
-            "the generation prompt opens a thought for answers without reasoning:",
-            opened,
-            len(turns),
-            openings,
-            (f"set data.chat_template_kwargs = {{ {switch} = false }}, or " if switch else "")
-            + "give rows with reasoning, or a template whose prompt does not open it with data.template=FILE",
-        ),
-        (
-            "the generation prompt closes a thought before the reasoning of",
-            closed,
-            len(reasoned),
-            [f"{turn.place}: {quoted(turn.prompt.text[-40:])}" for turn in closed],
-            "give a template whose generation prompt leaves reasoning open with data.template=FILE, or take it out of "
-            "the rows",
-        ),
-    )
-    for says, wrong, number, shown, remedy in faults:
-        if wrong:
-            return failed(
-                f"{says} {len(wrong)} of {number} answers",
-                measured=(len(wrong), f"of {number} answers"),
-                evidence=shown[:MAX_EXAMPLES],
-                remedy=remedy,
-            )
+        )
     # nothing is wrong: what the rows have, and what prompts do
     reasoned = [turn for turn in every if _reasoning(turn.message)]
     says = "reasoning is written" if reasoned else "no row has reasoning"
@@ -626,10 +592,10 @@ def tools_and_calls_are_written(session: Session) -> Finding:
     if wrong:
         return failed(
             f"in {len(wrong)} of {len(chats)} rows the template {wrong[0][1]}",
-            measured=(len(wrong), f"of {len(chats)} rows"),
-            evidence=[
-                f"{short_place(chat.place)}: {words}" for chat, _, words in wrong[:MAX_EXAMPLES]
-            ],
+            measured=(
+                [f"{short_place(it.place)}: {s}" for it, _, s in wrong],
+                f"of {len(chats)} rows",
+            ),
             remedy="give a template that writes tools, and calls as JSON (tojson), with data.template=FILE; or take "
             "them out of the rows",
         )
@@ -690,8 +656,7 @@ def rows_begin_with_one_bos(session: Session) -> Finding:
     if 2 * len(twice) > len(rows):
         return failed(
             f"{token} stands twice running in {len(twice)} of {len(rows)} rows",
-            measured=(len(twice), f"of {len(rows)} rows"),
-            evidence=twice[:MAX_EXAMPLES],
+            measured=(twice, f"of {len(rows)} rows"),
             remedy=f"write {token} once: take it out of the template (data.template=FILE) or out of the rows' text",
         )
     number = sum(ids[:1] == [bos] for _, ids in rows)
@@ -733,7 +698,7 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
     wrong = [] if session.is_generated else wrong
     if 2 * len(wrong) > len(turns):
         evidence = []
-        for turn in wrong[:MAX_EXAMPLES]:
+        for turn in wrong:
             prompt, row = turn.prompt.text, turn.row.text
             at = common_length(prompt, row)
             evidence.append(
@@ -742,8 +707,7 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
             )
         return failed(
             f"the prompt is not the beginning of the row before {len(wrong)} of {len(turns)} answers",
-            measured=(len(wrong), f"of {len(turns)} answers"),
-            evidence=evidence,
+            measured=(evidence, f"of {len(turns)} answers"),
             remedy="the model would be asked with other words than it is taught after; give a template whose "
             "generation prompt is what it writes before answers with data.template=FILE",
         )
@@ -765,8 +729,7 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
     if taught:
         return failed(
             "the template has no generation prompt: the header would be part of each answer",
-            measured=(len(taught), f"of {len(chats[:HEADERS])} rows"),
-            evidence=taught,
+            measured=(taught, f"of {len(chats[:HEADERS])} rows"),
             remedy="write the answer's header where add_generation_prompt is true, in a template given with "
             "data.template=FILE",
         )
@@ -805,8 +768,7 @@ def no_token_spans_prompt_and_answer(session: Session) -> Finding:
     if 2 * len(merged) > len(turns):
         return failed(
             f"a token reaches over the boundary of {len(merged)} of {len(turns)} answers",
-            measured=(len(merged), f"of {len(turns)} answers"),
-            evidence=merged[:MAX_EXAMPLES],
+            measured=(merged, f"of {len(turns)} answers"),
             remedy="take white space from where they meet: from the end of the prompt (or of the template's generation "
             "prompt) or the beginning of the answer",
         )
@@ -828,8 +790,7 @@ def answers_are_trained_as_first_written(session: Session) -> Finding:
     if session.run.data.targets == "all" and rewritten:
         return failed(
             f"with targets=all, {len(rewritten)} of {len(chats)} rows are trained on answers rewritten as history",
-            measured=(len(rewritten), unit),
-            evidence=rewritten[:MAX_EXAMPLES],
+            measured=(rewritten, unit),
             remedy="set data.targets=assistant, which trains each answer as it is written when it is given",
         )
     if not rewritten:
@@ -894,12 +855,11 @@ def targets_are_the_answers(session: Session) -> Finding:
     if wrong:
         return failed(
             f"the targets of {len(wrong)} of {num_rows} rows are not the answers",
-            measured=(len(wrong), f"of {num_rows} rows"),
-            evidence=wrong[:MAX_EXAMPLES],
+            measured=(wrong, f"of {num_rows} rows"),
             remedy="look at `taut show`, which marks targets; give a template that writes the answer, and it alone, "
             "after its generation prompt with data.template=FILE",
         )
-    return passed("targets are the answers", num_rows, "rows", notes[:MAX_EXAMPLES])
+    return passed("targets are the answers", num_rows, "rows", notes[:3])
 
 
 def _targets_as_text(session: Session, samples: Sequence[Sample]) -> str:
@@ -921,8 +881,7 @@ def plain_prompts_go_through_the_template(session: Session) -> Finding:
     template, so a model that is trained on plain text never sees the prompts it will be asked; if data.train also has
     conversations, it learns two forms of the same thing. Documents (the column ``text``) are plain text on purpose.
     """
-    if session.language.renderer.template.template is None:
-        return skipped("the tokenizer has no chat template")
+    skip_if(session.language.renderer.template.template is None, "there is no chat template")
     forms: dict[str, Counter[RowForm]] = {name: data.forms for name, data in session.data}
     num_plain = sum(form["completion"] for form in forms.values())
     unit = f"of {sum(form.total() for form in forms.values()):,} rows"
@@ -939,24 +898,19 @@ def plain_prompts_go_through_the_template(session: Session) -> Finding:
         counts.append(f"data.{name}: {', '.join(kinds)}")
     plain = [row for row in session.rows if isinstance(row, Completion)][:2]
     examples = [f"{short_place(row.place)}: {quoted(row.prompt + row.completion)}" for row in plain]
-    remedy = (
-        "set data.apply_chat_template=true to render them as user and assistant messages, as a chat server will; or "
-        "=false if the model will be given plain text"
-    )
-    train = forms["train"]
-    if train["completion"] and train["conversation"]:
-        return failed(
-            f"data.train has {counted(train['completion'], 'plain prompts')} with completions, used without the chat "
-            f"template, and {counted(train['conversation'], 'conversations')}, rendered with it",
-            measured=(num_plain, unit),
-            evidence=[*counts, *examples],
-            remedy=remedy,
-        )
+    train, has_chats = forms["train"], any(form["conversation"] for form in forms.values())
     # plain text alone may be what is meant
-    has_chats = any(form["conversation"] for form in forms.values())
-    return warned(
-        "plain prompts and completions are used without the chat template that the tokenizer has",
+    is_mixed = train["completion"] and train["conversation"]
+    says = "plain prompts and completions are used without the chat template that the tokenizer has"
+    if is_mixed:
+        says = (
+            f"data.train has {counted(train['completion'], 'plain prompts')} with completions, used without the chat "
+            f"template, and {counted(train['conversation'], 'conversations')}, rendered with it"
+        )
+    return (failed if is_mixed else warned)(
+        says,
         measured=(num_plain, unit),
         evidence=[*(counts if has_chats else ()), *examples],
-        remedy=remedy,
+        remedy="set data.apply_chat_template=true to render them as user and assistant messages, as a chat server "
+        "will; or =false if the model will be given plain text",
     )

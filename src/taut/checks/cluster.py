@@ -44,7 +44,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
+from taut.checks.registry import Finding, check, failed, passed, skip_if, warned
 from taut.config import to_dict, user_path
 from taut.data.settings import IS_PATTERN
 from taut.data.store.cache import directory_of
@@ -78,8 +78,6 @@ for it, and a CPU's is then slower than 1 Gbit/s."""
 NETWORKS = {"cuda": "NCCL", "cpu": "gloo"}
 ROOM = 2**30
 """Minimum free bytes in each place, beyond the files that go there."""
-MAX_LINES = 6
-"""Maximum lines of evidence."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ def processes_are_on_all_nodes(cluster: Cluster) -> Finding:
             f"{says}: {odd[0].node} has {odd[0].found}, expected {odd[0].expected} as on the others",
             remedy="give torchrun the same --nproc-per-node on each node, unless this is meant",
             measured=(size, "ranks"),
-            evidence=lines[:MAX_LINES],
+            evidence=lines,
         )
     return passed(says, size, "ranks", lines)
 
@@ -229,7 +227,7 @@ def _compared(
         lines[0],
         remedy=remedy,
         measured=(len(odd), f"of {len(names)} {unit}"),
-        evidence=lines[1 : MAX_LINES + 1],
+        evidence=lines[1:],
     )
 
 
@@ -242,17 +240,15 @@ def output_is_shared(cluster: Cluster) -> Finding:
     cluster.require_several()
     skip_if(cluster.run.out is None, "out is not set")
     out = user_path(cluster.run.out or "", "out")
-    seen = _seen(cluster, out)
-    blind = [node for node, what in seen.items() if what != "seen"]
+    blind, unit = _blind(cluster, out), f"of {len(cluster.nodes)} nodes"
     if blind:
         return failed(
-            f"{out} on {blind[0]}: {seen[blind[0]]}; expected the folder that {next(iter(seen))} writes to",
+            f"{blind[0]}; expected the folder that {next(iter(cluster.nodes))} writes to",
             remedy="name an out in a folder that all nodes mount: every rank writes its part of a checkpoint there, "
             "and a resume reads all of them",
-            measured=(len(blind), f"of {len(seen)} nodes"),
-            evidence=[f"{node}: {what}" for node, what in seen.items()][:MAX_LINES],
+            measured=(blind, unit),
         )
-    return passed(f"{out} is shared, and all may write there", len(seen), "nodes")
+    return passed(f"{out} is shared, and all may write there", len(cluster.nodes), "nodes")
 
 
 @check("cluster.cache")
@@ -262,29 +258,22 @@ def cache_is_known(cluster: Cluster) -> Finding:
     data = cluster.run.data
     cache = directory_of(data.cache)
     cluster.on_each_node(lambda: cache.mkdir(parents=True, exist_ok=True))
-    seen = _seen(cluster, cache)
-    lines = [f"{node}: {what}" for node, what in seen.items()]
-    blind = [node for node, what in seen.items() if what != "seen"]
+    blind, unit = _blind(cluster, cache), f"of {len(cluster.nodes)} nodes"
     if not blind:
-        return passed(f"{cache} is shared: data is tokenized once", len(seen), "nodes")
+        return passed(f"{cache} is shared: data is tokenized once", len(cluster.nodes), "nodes")
     if data.is_stream:
         return failed(
-            f"{cache} on {blind[0]}: {seen[blind[0]]}; expected one folder: a stream is recorded there for all ranks",
+            f"{blind[0]}; expected one folder: a stream is recorded there for all ranks",
             remedy="set data.cache, or TAUT_CACHE, to a folder that all nodes mount",
-            measured=(len(blind), f"of {len(seen)} nodes"),
-            evidence=lines[:MAX_LINES],
+            measured=(blind, unit),
         )
-    return passed(
-        f"{cache} is not shared: each node tokenizes the data for itself",
-        len(blind),
-        f"of {len(seen)} nodes",
-        lines,
-    )
+    says = f"{cache} is not shared: each node tokenizes the data for itself"
+    return passed(says, len(blind), unit, blind)
 
 
-def _seen(cluster: Cluster, folder: Path) -> dict[str, str]:
-    """For each node, whether it sees the first rank's file in a folder, or in the nearest existing parent: ``seen``, or
-    the reason why not. Raises CheckFailed on all ranks if the first rank cannot write there.
+def _blind(cluster: Cluster, folder: Path) -> list[str]:
+    """The nodes that do not see the first rank's file in a folder, or in the nearest existing parent, each with the
+    reason. Raises CheckFailed on all ranks if the first rank cannot write there.
     """
     written: list[Path] = []
     first = next(iter(cluster.nodes))
@@ -306,7 +295,8 @@ def _seen(cluster: Cluster, folder: Path) -> dict[str, str]:
     try:
         # the first rank writes, every node looks
         up, name = cluster.ranks.run_on_writer(write)
-        return cluster.on_each_node(partial(_look, folder, up, name))
+        seen = cluster.on_each_node(partial(_look, folder, up, name))
+        return [f"{folder} on {node}: {what}" for node, what in seen.items() if what != "seen"]
     finally:
         for file in written:
             with suppress(OSError):
@@ -372,11 +362,10 @@ def _same_files(cluster: Cluster, what: Literal["data", "model"], paths: Iterabl
             lines[0],
             remedy=f"copy the {what} to that node again, or read it from a folder that all nodes mount",
             measured=(len(lines), f"of {counted(len(names), 'files')}"),
-            evidence=lines[1 : MAX_LINES + 1],
+            evidence=lines[1:],
         )
     first = next(iter(hashed.values()))
-    if not first:
-        return skipped(f"no files of the nodes' own: {', '.join(named[:3]) or 'none is named'}")
+    skip_if(not first, f"no files of the nodes' own: {', '.join(named[:3]) or 'none is named'}")
     size = sum(file.size for file in first.values())
     num_read = sum(file.num_read for file in first.values())
     whole = "whole" if num_read == size else f"by size and {num_read / 1e9:.1f} GB of content"
@@ -471,7 +460,7 @@ def clocks_agree(cluster: Cluster) -> Finding:
         remedy="let the nodes set their clocks by one server (chrony, systemd-timesyncd): the times in logs, and what "
         "checks a certificate or a token, are wrong otherwise",
         measured=(spread, "s apart"),
-        evidence=[f"{node}: {offset:+,.1f} s" for node, offset in offsets.items()][:MAX_LINES],
+        evidence=[f"{node}: {offset:+,.1f} s" for node, offset in offsets.items()],
     )
 
 
@@ -495,7 +484,7 @@ def devices_agree(cluster: Cluster) -> Finding:
             remedy="leave that node out, unless this is meant: every step waits for the slowest, and the smallest "
             "memory sets the batch",
             measured=(len(odd), f"of {len(answers)} ranks"),
-            evidence=[f"{one.node}: {one.found}" for one in odd[1:MAX_LINES]],
+            evidence=[f"{one.node}: {one.found}" for one in odd[1:]],
         )
     kind = "GPU" if is_cuda else "no GPU; processor"
     return passed(f"{kind} {next(iter(answers.values()))}", len(answers), "ranks")
@@ -528,7 +517,7 @@ def sums_are_right(cluster: Cluster) -> Finding:
             f"{wrong[0]}; expected integers, exactly",
             remedy="leave that node out, and have its memory, GPU and network card examined",
             measured=(len(wrong), f"of {ranks.size} ranks"),
-            evidence=wrong[1 : MAX_LINES + 1],
+            evidence=wrong[1:],
         )
     says = f"all sums are exact; {rate / 1e9:.3g} GB/s a link by {network}"
     if rate < SLOWEST[kind]:
@@ -614,7 +603,7 @@ def disks_have_room(cluster: Cluster) -> Finding:
             lines[0],
             remedy="free some, or set out, data.cache (TAUT_CACHE) or TMPDIR to a folder on another disk",
             measured=(least, "GB"),
-            evidence=lines[1 : MAX_LINES + 1],
+            evidence=lines[1:],
         )
     return passed("the fullest disk has room", least, "GB")
 

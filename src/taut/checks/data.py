@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taut.checks.chat_template import quoted, short_place
-from taut.checks.records import MAX_ROWS, records, splits
+from taut.checks.records import records, splits
 from taut.checks.registry import Finding, check, failed, passed, skip_if, split_error, warned
 from taut.checks.session import GENERATED, Session, Unavailable, once, owned_by
 from taut.data.dataset import Dataset, open_sources
@@ -82,7 +82,7 @@ def every_row_becomes_a_sample(session: Session) -> Finding:
         measured=(num_bad, f"of {number:,} rows"),
         evidence=[
             first[kind] + (f" ({count:,} such rows)" if count > 1 else "")
-            for kind, count in times.most_common(MAX_ROWS)
+            for kind, count in times.most_common()
         ],
         remedy="correct these rows, or leave them out of the file",
     )
@@ -439,21 +439,17 @@ def _wrong_texts(session: Session) -> Finding | None:
     is_many = len(misread) > BROKEN * len(train.places)
     broken, number = (misread, len(train.places)) if is_many else (every, num_every)
     kinds = " or ".join(dict.fromkeys(text.what for text in broken))
-    says, unit = f"{len(broken):,} of {number:,} rows have {kinds}", f"of {number:,} rows"
-    if is_many:
-        return failed(
-            f"{says}{train.looked_at}",
-            measured=(len(broken), unit),
-            evidence=_broken_examples(broken),
-            remedy="the file was written after reading it in another encoding; write it again from its source, as "
-            "UTF-8",
+    if is_many or len(broken) > 0.001 * number:
+        remedy = (
+            "the file was written after reading it in another encoding; write it again from its source, as UTF-8"
+            if is_many
+            else "look at these rows; correct them, or leave them out: the model learns to write such characters"
         )
-    if len(broken) > 0.001 * number:
-        return warned(
-            says,
-            measured=(len(broken), unit),
+        return (failed if is_many else warned)(
+            f"{len(broken):,} of {number:,} rows have {kinds}{train.looked_at if is_many else ''}",
+            measured=(len(broken), f"of {number:,} rows"),
             evidence=_broken_examples(broken),
-            remedy="look at these rows; correct them, or leave them out: the model learns to write such characters",
+            remedy=remedy,
         )
     rows = first_rows(session)
     # texts that some program escaped
@@ -474,8 +470,7 @@ def _wrong_texts(session: Session) -> Finding | None:
         if len(places) > BROKEN * len(rows):
             return warned(
                 f"{len(places):,} of {len(rows):,} rows have {what}",
-                measured=(len(places), f"of {len(rows):,} rows"),
-                evidence=places[:MAX_ROWS],
+                measured=(places, f"of {len(rows):,} rows"),
                 remedy="undo what the program that wrote the file did to its texts, or leave them if the answers are "
                 "to be written so",
             )
@@ -486,10 +481,7 @@ def _broken_examples(broken: Sequence[BrokenText]) -> list[str]:
     """The first row of each different excerpt: one broken document may be in many rows."""
     first = {text.excerpt: text for text in reversed(broken)}
     different = [text for text in broken if first[text.excerpt] is text]
-    return [
-        f"{short_place(text.place)}: {text.excerpt!r} ({text.what})"
-        for text in different[:MAX_ROWS]
-    ]
+    return [f"{short_place(text.place)}: {text.excerpt!r} ({text.what})" for text in different[:4]]
 
 
 MISSING = {"nan", "null", "undefined", "<na>", "[object object]"}
@@ -511,8 +503,7 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     if 2 * len(without) > report.num_rows:
         return failed(
             f"{len(without):,} of {report.num_rows:,} rows have nothing to learn and were dropped",
-            measured=(len(without), f"of {report.num_rows:,} rows"),
-            evidence=[row.place for row in without[:MAX_ROWS]],
+            measured=([row.place for row in without], f"of {report.num_rows:,} rows"),
             remedy="see that rows have assistant turns that are learned (roles, train: false, data.targets); "
             "data.without_targets=drop or data.empty=drop leaves most rows out",
         )
@@ -534,14 +525,12 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
         answer = quoted(same[0].answer.strip(), 20)
         return {
             "says": f"{len(same):,} of {len(pairs):,} answers are {answer}",
-            "measured": (len(same), f"of {len(pairs):,} rows"),
-            "evidence": [pair.place for pair in same[:MAX_ROWS]],
+            "measured": ([pair.place for pair in same], f"of {len(pairs):,} rows"),
         }
 
     about_empty: dict[str, Any] = {
         "says": f"{empty.size:,} of {look.num_samples:,} samples have no answer but its end",
-        "measured": (int(empty.size), f"of {look.num_samples:,} samples"),
-        "evidence": [look.name(int(number)) for number in empty[:MAX_ROWS]],
+        "measured": (list(map(look.name, empty.tolist())), f"of {look.num_samples:,} samples"),
     }
     if 2 * empty.size > look.num_samples:
         remedy = (
@@ -561,7 +550,7 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     # one answer to nearly everything
     common, times = Counter(answers).most_common(1)[0] if answers else ("", 0)
     # a sentence has to be there less often than a label
-    share = 0.9 if len(common) < 40 else 0.2
+    share = 0.9 if len(common) < 40 and len(common.split()) < 6 else 0.2
     if common and times >= fewest and times > share * len(pairs):
         remedy = (
             "see that the answer's column is the right one (data.columns); a model that says the same to everything "
@@ -600,7 +589,7 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
         return failed(
             f"{num_lost:,} of {number:,} {unit} {what}",
             measured=(num_lost, f"of {number:,} {unit}"),
-            evidence=[f"{row.place}: {row.reason}" for row in lost[:MAX_ROWS]],
+            evidence=[f"{row.place}: {row.reason}" for row in lost],
             remedy=f"{share:.1%} of what is to be learned is gone; raise data.max_length, or lower data.min_length",
         )
     if not report.dropped and not report.cut:

@@ -28,8 +28,7 @@ from taut.checks.data import (
     hash_with_pictures,
     texts,
 )
-from taut.checks.records import MAX_ROWS
-from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
+from taut.checks.registry import Finding, check, failed, passed, skip_if, warned
 from taut.checks.session import GENERATED, Session, once
 from taut.data.dataset import Dataset
 from taut.data.label_noise import Lengths, PairIds, PairReport, examine_pairs
@@ -66,7 +65,7 @@ def few_rows_repeat_others(session: Session) -> Finding:
         most = int(count_G.max(initial=0))
         is_warning = num_repeats > 0.01 * num_rows or most >= OFTEN
         # the largest groups first
-        for group in np.lexsort((first_G, -count_G))[:MAX_ROWS]:
+        for group in np.lexsort((first_G, -count_G))[:4]:
             if count_G[group] < 2:
                 break
             first, second = np.flatnonzero(group_S == group)[:2]
@@ -102,15 +101,12 @@ def the_longest_sample_has_positions(session: Session) -> Finding:
     """
     context = context_length(session.language.config)
     for name, data in session.data:
-        num_too_long = data.lengths.num_over(context or np.inf)
-        if num_too_long:
+        beyond = data.longer_than(context or np.inf, 4)
+        if num_too_long := data.lengths.num_over(context or np.inf):
             return failed(
                 f"{num_too_long:,} samples of {name} are longer than the model's {context:,} positions",
                 measured=(data.lengths.longest, f"tokens of {context:,}"),
-                evidence=[
-                    f"{data.sample_id(index)}: {data.length(index):,} tokens"
-                    for index in data.longer_than(context or np.inf, MAX_ROWS)
-                ],
+                evidence=[f"{data.sample_id(it)}: {data.length(it):,} tokens" for it in beyond],
                 remedy=f"set data.max_length={context}, or write max_position_embeddings (and rope scaling) into the "
                 "model's config.json if it was made for more",
             )
@@ -148,25 +144,11 @@ def prompts_do_not_give_the_answer_away(session: Session) -> Finding:
     prompt that is nothing but an instruction and the answer is a task of copying: both pass.
     """
     pairs = exchanges(session)
-    if not pairs:
-        return skipped(
-            "no row has a right answer" if session.is_generated else "documents have no prompts"
-        )
+    skip_if(not pairs, "no row has a prompt with a right answer")
     number, unit = len(pairs), f"of {len(pairs):,} rows"
     enough = max(4, 0.8 * number)
-    remedy = "the model would learn to repeat what it is never shown again; take the answer out of the prompt"
-    # the prompt ends with the answer
+    # the prompt ends with the answer, or has it after the same words in every row
     at_end = [pair for pair in pairs if ends_with_answer(pair)]
-    if len(at_end) >= enough and not is_copying(at_end):
-        return failed(
-            f"in {len(at_end):,} of {number:,} rows the prompt ends with the whole answer",
-            measured=(len(at_end), unit),
-            evidence=[
-                f"{pair.place}: ...{pair.prompt[-60:]!r} -> {pair.answer[:40]!r}"
-                for pair in at_end[:MAX_ROWS]
-            ],
-            remedy=f"{remedy} (data.columns)",
-        )
     pairs_after: dict[str, list[Exchange]] = {}  # words -> pairs with the answer after them
     for pair in pairs:
         before, answer, after = pair.prompt.partition(pair.answer.strip())
@@ -174,13 +156,16 @@ def prompts_do_not_give_the_answer_away(session: Session) -> Finding:
         if len(answer) >= 20 and (not after or after.startswith("\n")):
             pairs_after.setdefault(before[-10:], []).append(pair)
     words, named = max(pairs_after.items(), key=lambda item: len(item[1]), default=("", []))
-    if len(named) >= enough and not is_copying(named):
-        return failed(
-            f"in {len(named):,} of {number:,} rows the prompt has the whole answer after {words!r}",
-            measured=(len(named), unit),
-            evidence=[f"{pair.place}: {pair.answer[:40]!r}" for pair in named[:MAX_ROWS]],
-            remedy=f"{remedy} (its system message, data.columns)",
-        )
+    after_words = f"the prompt has the whole answer after {words!r}"
+    for what, some in ("the prompt ends with the whole answer", at_end), (after_words, named):
+        if len(some) >= enough and not is_copying(some):
+            shown = [f"{p.place}: ...{p.prompt[-60:]!r} -> {p.answer[:40]!r}" for p in some]
+            return failed(
+                f"in {len(some):,} of {number:,} rows {what}",
+                measured=(shown, unit),
+                remedy="the model would learn to repeat what it is never shown again; take the answer out of the "
+                "prompt (its system message, data.columns)",
+            )
     # anywhere else it is only counted
     somewhere = sum(pair.answer.strip() in pair.prompt for pair in pairs)
     says = f"{somewhere / number:.0%} of answers occur somewhere in their prompt"
@@ -221,9 +206,8 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     counted: questions about one passage are similar by nature. A warning is also that many are nearer to a training
     sample than training samples are to each other, as rows with other dates or in another order of words.
     """
-    if session.eval is None:
-        return skipped("there is no data.eval")
-    look = flat(session.eval, tokens=200_000, samples=2_000)
+    skip_if(session.eval is None, "there is no data.eval")
+    look = flat(session.data[1][1], tokens=200_000, samples=2_000)
     train, held_out = texts(session)["train"], texts(session)["eval"]
     # equal as text, or equal as ids
     is_known = np.isin(held_out.normal_S, train.normal_S)
@@ -231,14 +215,13 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     is_equal_row = [look.data.row_place(int(index)) in known_places for index in look.index_S]
     is_equal = equal_samples(session.train, look) | np.array(is_equal_row)
     num_equal, unit = int(is_equal.sum()), f"of {look.num_samples:,} eval samples"
-    names = [look.name(int(number)) for number in np.flatnonzero(is_equal)[:MAX_ROWS]]
+    names = list(map(look.name, np.flatnonzero(is_equal).tolist()))
     equal = f"{num_equal:,} {unit} are in data.train"
     metric = metric_on_eval(session.run)
     if metric and 2 * num_equal > look.num_samples:
         return failed(
             f"{equal}, and {metric} of them chooses the model to keep",
-            measured=(num_equal, unit),
-            evidence=names,
+            measured=(names, unit),
             remedy="hold out rows that are not trained on, or unset eval.best",
         )
     # most of whose 13-grams are trained on
@@ -249,8 +232,7 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     if num_equal > 0.01 * look.num_samples:
         return warned(
             f"{equal}{look.looked_at}{some}",
-            measured=(num_equal, unit),
-            evidence=names,
+            measured=(names, unit),
             remedy="hold out rows that are not trained on: what is measured on these says nothing of new ones",
             notes=[says],
         )
@@ -260,8 +242,7 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     if len(copies) > max(2, 0.3 * len(near_S)):
         return warned(
             f"{len(copies)} of {len(near_S)} eval samples are nearer to one of data.train than those are to each other",
-            measured=(len(copies), f"of {len(near_S)}"),
-            evidence=copies[:MAX_ROWS],
+            measured=(copies, f"of {len(near_S)}"),
             remedy="hold out rows of their own: these seem to be made of training rows (other dates, names, order)",
             notes=[says],
         )
@@ -335,8 +316,9 @@ def similar_samples(train: Flat, look: Flat) -> NDArray[np.bool_]:
     known, inverse_G = np.unique(hash_G, return_inverse=True)
     if not known.size or not train_hashes.size:
         return np.zeros(look.num_samples, dtype=bool)
-    at = _places(train_hashes, known)
-    hits = np.unique(np.stack([at, train_sample])[:, at >= 0], axis=1)
+    is_known = np.isin(train_hashes, known)
+    at = np.searchsorted(known, train_hashes[is_known])
+    hits = np.unique(np.stack([at, train_sample[is_known]]), axis=1)
     times = np.bincount(hits[0], minlength=known.size)
     is_common = times > max(3, 0.05 * train.num_samples)  # all samples begin with these
     # of the other grams, at least half occur in training
@@ -345,19 +327,6 @@ def similar_samples(train: Flat, look: Flat) -> NDArray[np.bool_]:
     is_in_train_G = is_own_G & (times[inverse_G] > 0)
     num_in_train = np.bincount(sample_G[is_in_train_G], minlength=look.num_samples)
     return (num_own > 0) & (2 * num_in_train >= num_own)
-
-
-def _places(hashes: Hashes, known: Hashes) -> IntArray:
-    """Index of each hash in ``known`` (sorted), or -1. A table of 20 bits rules out most absent ones."""
-    low = np.uint64(2**20 - 1)
-    may_be = np.zeros(2**20, dtype=bool)
-    may_be[(known >> np.uint64(40)) & low] = True
-    places = np.full(hashes.size, -1)
-    maybe = np.flatnonzero(may_be[(hashes >> np.uint64(40)) & low])
-    nearest = np.minimum(np.searchsorted(known, hashes[maybe]), known.size - 1)
-    is_there = known[nearest] == hashes[maybe]
-    places[maybe[is_there]] = nearest[is_there]
-    return places
 
 
 def _grams(look: Flat) -> tuple[Hashes, IntArray]:
@@ -378,9 +347,9 @@ MANY = 0.05
 """Share of answers from which on a fault is a warning."""
 MARKS = re.compile(
     r"<\|\w{2,30}\|>|<\uff5c[^<>\s]{2,40}\uff5c>|</?s>|<(?:eos|start_of_turn|end_of_turn)>|\[/?INST\]|<</?SYS>>"
-    r"|</?tool_call>|<function[=_s]|\[TOOL_CALLS\]"
+    r"|</?tool_call>|<function[=_s]|\[TOOL_CALLS\]|\n(?:### ?)?(?:Human|User|Assistant|Instruction|Response): "
 )
-"""Marks by which templates end turns, write roles and calls."""
+"""Marks by which templates and transcripts end turns, write roles and calls."""
 CALL = re.compile(r'\s*(?:```json\s*)?\{"name": ?"[\w.-]+", ?"(?:arguments|parameters)": ?\{')
 """A call as text."""
 UNENDED = re.compile(r"(?:[^\W\d_]|[,-])$")
@@ -405,18 +374,18 @@ def answers_look_like_answers(session: Session) -> Finding:
     found = {
         "stop in the middle of a sentence, at one length": _cut_off(session, pairs),
         "say the same several times": [pair for pair in pairs if _is_said_again(pair.answer)],
-        "begin with the question": [pair for pair in pairs if _begins_with_question(pair)],
+        "begin or end with the question": [pair for pair in pairs if _has_question(pair)],
         "have another model's marks, or calls as text": _with_marks(session, pairs),
+        "come with calls of functions that their row has not": _of_other_tools(session, pairs),
     }
     unit = f"of {len(pairs):,} answers"
     what, worst = max(found.items(), key=lambda item: len(item[1]))
-    lines = [f"{short_place(pair.place)}: {quoted(pair.answer)}" for pair in worst[:MAX_ROWS]]
+    lines = [f"{short_place(pair.place)}: {quoted(pair.answer)}" for pair in worst]
     if len(worst) < max(2, MANY * len(pairs)):
         notes = [f"{len(worst)} {what}: {line}" for line in lines[:1]]
         return passed("they do", len(pairs), "answers", notes)
     remedy = "the model learns to write so; correct these rows, or take them out"
-    measured = len(worst), unit
-    return warned(f"{len(worst):,} {unit} {what}", measured=measured, evidence=lines, remedy=remedy)
+    return warned(f"{len(worst):,} {unit} {what}", measured=(lines, unit), remedy=remedy)
 
 
 def _cut_off(session: Session, pairs: Sequence[Exchange]) -> list[Exchange]:
@@ -448,10 +417,12 @@ def _is_said_again(answer: str) -> bool:
     return any(len({*some}) <= 0.55 * len(some) for some in runs)
 
 
-def _begins_with_question(pair: Exchange) -> bool:
+def _has_question(pair: Exchange) -> bool:
+    """Whether an answer and more has the last line of the prompt at its beginning or end, or after a word there."""
     question = pair.prompt.rstrip().rpartition("\n")[2].strip()
-    answer = pair.answer.strip()
-    return len(question) >= 12 and answer.startswith(question) and len(answer) > len(question) + 1
+    answer, size = pair.answer.strip(), len(question)
+    is_there = question in answer[: size + 12] or question in answer[-size - 12 :]
+    return size >= 12 and is_there and len(answer) > size + 1
 
 
 def _with_marks(session: Session, pairs: Sequence[Exchange]) -> list[Exchange]:
@@ -470,6 +441,17 @@ def _with_marks(session: Session, pairs: Sequence[Exchange]) -> list[Exchange]:
     ]
 
 
+def _of_other_tools(session: Session, pairs: Sequence[Exchange]) -> list[Exchange]:
+    """Answers of rows that have tools, and call others."""
+    places = set()
+    for row in first_rows(session):
+        if isinstance(row, Conversation) and row.tools:
+            calls = [call for message in row.messages for call in message.get("tool_calls", ())]
+            own = {tool["function"]["name"] for tool in row.tools}
+            places |= {row.place for call in calls if call["function"]["name"] not in own}
+    return [pair for pair in pairs if pair.place in places]
+
+
 # -- labels of judged answers
 
 
@@ -480,9 +462,7 @@ def pair_report(session: Session) -> PairReport:
     chosen = np.unique(np.linspace(0, num_rows - 1, min(num_rows, 10_000)).astype(np.int64))
     pairs = []
     for index in chosen.tolist():
-        own = session.train.row(index)
-        row = session.train[own.start : own.stop]
-        worse, *_, better = sorted(row, key=lambda answer: answer.values["preference"])
+        worse, *_, better = session.answers(index)
         begin, other = int(better.target_at_N[0]), int(worse.target_at_N[0])
         prompt_T = ids_with_pictures(better)[:begin]
         place = better.id.partition("#")[0]
@@ -512,19 +492,17 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
     if same and 2 * len(same) > loaded.num_rows:
         return failed(
             f"{len(same):,} of {loaded.num_rows:,} rows have the same answer twice",
-            measured=(len(same), "rows"),
-            evidence=[row.place for row in same[:MAX_ROWS]],
+            measured=([row.place for row in same], "rows"),
             remedy="name the right columns in data.columns: chosen and rejected are to differ",
         )
     unit = f"of {report.num_pairs:,} pairs"
     # the same two answers with the opposite label
     number = len(report.contradictions)
-    places = [f"{pair.place} and {pair.earlier}" for pair in report.contradictions[:MAX_ROWS]]
+    places = [f"{pair.place} and {pair.earlier}" for pair in report.contradictions]
     if report.is_many(number):
         return failed(
             f"{number:,} of {report.num_pairs:,} pairs contradict another: the same answers, the other way round",
-            measured=(number, unit),
-            evidence=places,
+            measured=(places, unit),
             remedy="keep one of each: pairs that contradict each other teach nothing, and labels like these were mixed "
             "up (were sides swapped while the data were joined?)",
         )
@@ -563,18 +541,20 @@ def _ties(session: Session) -> Finding | None:
         return "".join(filter(str.isalnum, text.casefold()))
 
     chosen = np.unique(np.linspace(0, train.num_groups - 1, 200).astype(np.int64))
-    rows = [train[train.row(int(row)).start : train.row(int(row)).stop] for row in chosen]
+    rows = [session.answers(int(row)) for row in chosen]
     alike = [row[0].id for row in rows if words(row[0]) == words(row[1])]
     scores = [[sample.values.get("margin", 0.0) for sample in row] for row in rows]
     tied = [row[0].id for row, own in zip(rows, scores, strict=True) if not any(own)]
     tied = [] if len(tied) == len(rows) else tied  # no row has scores
-    if max(len(alike), len(tied)) <= max(1, 0.1 * len(rows)):
+    found = {"differ in punctuation alone": alike, "have the same score": tied}
+    what, worst = max(found.items(), key=lambda item: len(item[1]))
+    if len(worst) <= max(1, 0.1 * len(rows)):
         return None
-    says = f"the answers of {len(tied)} of {len(rows)} pairs have the same score"
-    if len(alike) >= len(tied):
-        says = f"the answers of {len(alike)} of {len(rows)} pairs differ in punctuation alone"
-    evidence = [name.partition("#")[0] for name in max(alike, tied, key=len)[:MAX_ROWS]]
-    return warned(says, evidence=evidence, remedy="take ties out: they have nothing to prefer")
+    return warned(
+        f"the answers of {len(worst)} of {len(rows)} pairs {what}",
+        measured=([name.partition("#")[0] for name in worst], f"of {len(rows)} pairs"),
+        remedy="take ties out: they have nothing to prefer",
+    )
 
 
 def is_biased(lengths: Lengths) -> bool:
@@ -608,26 +588,17 @@ def few_labels_look_flipped(session: Session) -> Finding:
     if flips.rate is None:
         return passed(f"cannot tell: {flips.reason}")
     interval, unit = f"{flips.low:.0%} to {flips.high:.0%}", f"of {flips.num_pairs:,} pairs"
-    suspects = [
-        f"{pair.place}: flipped with {pair.confidence:.0%}" for pair in flips.suspects[:MAX_ROWS]
-    ]
-    if flips.is_alarming:
-        return failed(
-            f"{flips.rate:.0%} of the labels look flipped ({interval})",
-            measured=(flips.rate, unit),
-            evidence=suspects,
-            remedy="look at these pairs: were chosen and rejected swapped in a part of the data? Turn them round, or "
-            "leave them out",
-        )
+    suspects = [f"{pair.place}: flipped with {pair.confidence:.0%}" for pair in flips.suspects]
     says = f"other pairs agree with {flips.accuracy:.0%} of labels; flipped: {interval}"
-    if flips.is_notable:
-        return warned(
-            f"{len(flips.suspects):,} labels look flipped; {says}",
-            measured=(flips.rate, unit),
-            evidence=suspects,
-            remedy="look at these pairs; exceptions to a rule look like this too",
-        )
-    return passed(says, flips.rate, unit)
+    if not flips.is_notable:
+        return passed(says, flips.rate, unit)
+    return (failed if flips.is_alarming else warned)(
+        f"{flips.rate:.0%} of the labels, {len(flips.suspects):,} in number, look flipped; {says}",
+        measured=(flips.rate, unit),
+        evidence=suspects,
+        remedy="look at these pairs: were chosen and rejected swapped in a part of the data? Turn them round, or leave "
+        "them out; exceptions to a rule look like this too",
+    )
 
 
 @check("data.labels", after=["data.rows"])

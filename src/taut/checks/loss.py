@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut.checks import measure
 from taut.checks.attention import library_numbers
-from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session, num_tokens
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.losses.loss import count_units
@@ -77,8 +77,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
     if narrow:
         return failed(
             f"{len(narrow)} tensors are narrower than {dtype_name(parameters)}",
-            measured=(len(narrow), "tensors"),
-            evidence=narrow[:3],
+            measured=(narrow, "tensors"),
             remedy="small updates and far positions would be rounded away; load the model in float32: remove what "
             "narrows these in its code or config, and please report the model",
         )
@@ -98,8 +97,8 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
         return failed(
             f"{number} of {total} products are narrower than {dtype_name(wanted)}",
             measured=(number, f"of {total} products"),
-            evidence=[lines[key] for key in narrow_products[:3]]
-            or [f"{many} are in {dtype_name(output_dtype)}"],
+            evidence=[lines[key] for key in narrow_products]
+            or f"{many} are in {dtype_name(output_dtype)}",
             remedy=f"dtype={dtype_name(wanted)} is not applied there; remove the cast in the model's code, or set "
             "dtype=bfloat16 if that is what you want",
         )
@@ -208,8 +207,7 @@ def a_new_adapter_changes_nothing(session: Session) -> Finding:
     The pair's logprobs with it and with all of it switched off.
     """
     skip_if(not is_adapted(session.scorer.model), "there is no adapter")
-    if session.run.lora.adapter is not None:
-        return skipped("lora.adapter goes on from an adapter that has learned")
+    skip_if(session.run.lora.adapter, "lora.adapter goes on from an adapter that has learned")
     quantity = session.quantity
     samples = session.pair if session.loaded.one_sample is None else session.pair[:1]
     with_adapter = session.numbers(samples)
@@ -236,10 +234,8 @@ def a_new_adapter_changes_nothing(session: Session) -> Finding:
             f"the {quantity.many} of {name} are {moved:.3g} {quantity.unit} from those of the model without its new "
             "adapter",
             measured=(moved, quantity.unit),
-            evidence=not_zero[:3]
-            or [
-                "no second matrix is: a row or a module trained whole differs from the model's own"
-            ],
+            evidence=not_zero
+            or "no second matrix is: a row or a module trained whole differs from the model's own",
             remedy="training would begin from another model than asked for; check the version of peft, and please "
             "report this",
         )
@@ -415,10 +411,8 @@ def linear_weights_are_the_derivative(session: Session) -> Finding:
             return failed(
                 f"the weights of {name} differ from its derivative by {100 * worst:.3g}%",
                 measured=(worst, "relative"),
-                evidence=[
-                    f"{measure.target_name(session, packed, at)}: weight {float(weight[row, at]):.6g}, derivative "
-                    f"{float(derivative[row, at]):.6g}"
-                ],
+                evidence=f"{measure.target_name(session, packed, at)}: weight {float(weight[row, at]):.6g}, derivative "
+                f"{float(derivative[row, at]):.6g}",
                 remedy="make the loss's linear_weights the derivative of its terms, or have it return None",
             )
     return passed(f"weights of {packed.num_targets} targets are the derivative", worst, "relative")
@@ -442,9 +436,7 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
     step has them, the policy in training mode, in which anything random in it would show. The loss is compared with
     THEORY.
     """
-    obstacle = session.run.models().unlike_the_start
-    if obstacle is not None:
-        return skipped(obstacle)
+    skip_if(session.run.models().unlike_the_start)
     report = measure.first_step(session).report
     assert report is not None, "asked after loss.reached"
     worst, where, number = 0.0, "", 0
@@ -531,23 +523,21 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     Cross entropy is summed here again. Another loss is taken at its word, on all samples in one list: the question is
     whether cutting, packing and dividing change it.
     """
-    if why_not := session.run.loss_not_in_samples:
-        return skipped(why_not)
+    skip_if(session.run.loss_not_in_samples)
     report = measure.first_step(session).report
     assert report is not None, "asked after loss.reached"
     # targets and weights, as the samples have them
-    samples, listed = session.tree_samples, _summed(session, report.scored)
+    samples = session.tree_samples
+    listed, differ = _summed(session, samples, report.scored)
     unit = "nats a target" if set(session.trainer.source.loss.units) == CROSS_ENTROPY else ""
-    differ = [line for sample in samples if (line := _difference(sample, listed.get(sample.id)))]
     if differ:
         return failed(
             f"{len(differ)} of {len(samples)} samples are not summed as they are",
-            measured=(len(differ), f"of {len(samples)} samples"),
-            evidence=differ[:MAX_EXAMPLES],
+            measured=(differ, f"of {len(samples)} samples"),
             remedy="packing loses or changes targets; set batch.share_prefixes=false, and please report this",
         )
     # the loss of the step's own numbers
-    loss, _ = _loss_of(session, samples, {name: values[2] for name, values in listed.items()})
+    loss, _ = _loss_of(session, samples, listed)
     ours = report.method_loss
     if abs(ours - loss) > 1e-5 * max(1.0, abs(loss)):  # both sum the same float32 numbers
         return failed(
@@ -570,10 +560,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
         return failed(
             f"the step's loss is {loss:.6g}, and {alone:.6g} from its samples alone (rounding: {limit:.2g})",
             measured=(loss - alone, unit),
-            evidence=[
-                f"{sample.id}: {float(numbers[sample.id].mean()):.6g} alone"
-                for sample in samples[:MAX_EXAMPLES]
-            ],
+            evidence=[f"{it.id}: {float(numbers[it.id].mean()):.6g} alone" for it in samples],
             remedy="the training forward does not compute this model; set batch.share_prefixes=false and "
             "attention=reference, and please report the model",
         )
@@ -592,39 +579,37 @@ def _loss_of(
     return total / sum(float(sample.weight_N.sum()) for sample in samples), {}
 
 
-def _summed(session: Session, scored: list[Scored]) -> dict[str, Any]:
-    """Sample id -> its targets, weights and logprobs (or scores) in the micro-batches of all ranks."""
-    mine: dict[str, list[Any]] = {}
+def _summed(
+    session: Session, samples: Sequence[Sample], scored: list[Scored]
+) -> tuple[dict[str, Any], list[str]]:
+    """Sample id -> its logprobs (or scores) in the micro-batches of all ranks; and samples that are not there as they
+    are.
+    """
+    by_id, differ = {sample.id: sample for sample in samples}, list[str]()
+    mine: dict[str, Any] = {}
     for packed, scores in scored:
-        values, row_of = scores.logp_N.cpu(), packed.row_N
+        values, row_of = scores.logp_N, packed.row_N
         if scores.scalar_R is not None:
-            values, row_of = scores.scalar_R.cpu(), packed.row_R
-        for row, name in enumerate(packed.sample_ids):
+            values, row_of = scores.scalar_R, packed.row_R
+        for row, (name, sample) in enumerate((name, by_id[name]) for name in packed.sample_ids):
             is_own = packed.row_N == row
-            new = (packed.target_N[is_own], packed.weight_N[is_own], values[row_of == row])
-            known = mine.get(name, [np.empty(0)] * 3)
-            mine[name] = [
-                np.concatenate([old, _as_array(part)]) for old, part in zip(known, new, strict=True)
-            ]
-    return {name: values for rank in session.ranks.gather(mine) for name, values in rank.items()}
+            targets, weights = _as_array(packed.target_N[is_own]), packed.weight_N[is_own]
+            mine[name] = np.append(mine.get(name, []), _as_array(values.cpu()[row_of == row]))
+            if len(targets) != sample.num_targets:
+                differ.append(f"{name}: {len(targets)} targets summed of {sample.num_targets}")
+            elif (targets != sample.ids_T[sample.target_at_N]).any():
+                differ.append(f"{name}: other tokens are predicted than its targets")
+            elif not np.allclose(weights, sample.weight_N):
+                differ.append(f"{name}: other weights than its own")
+    numbers, lines = dict[str, Any](), list[str]()
+    for of_rank, wrong in session.ranks.gather((mine, differ)):
+        numbers |= of_rank
+        lines += wrong
+    return numbers, [*lines, *(f"{name}: left out" for name in by_id if name not in numbers)]
 
 
 def _as_array(values: Tensor) -> Any:
     return values.detach().to("cpu", torch.float64).numpy()
-
-
-def _difference(sample: Sample, summed: list[Any] | None) -> str | None:
-    """Difference between a sample's targets and the summed ones; None if there is none."""
-    if summed is None:
-        return f"{sample.id}: left out"
-    targets, weights, _ = summed
-    if len(targets) != sample.num_targets:
-        return f"{sample.id}: {len(targets)} targets summed of {sample.num_targets}"
-    if (targets != sample.ids_T[sample.target_at_N]).any():
-        return f"{sample.id}: other tokens are predicted than its targets"
-    if not np.allclose(weights, sample.weight_N):
-        return f"{sample.id}: other weights than its own"
-    return None
 
 
 HEAD_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2}
@@ -639,8 +624,7 @@ def the_chunked_head_gives_the_plain_gradient(session: Session) -> Finding:
     weight, bias and rows that train by themselves.
     """
     skip_if(session.is_scalar, "a reward model has no output head")
-    if session.ranks.is_sharded:
-        return skipped("a sharded head is whole only inside the model; asked on one rank")
+    skip_if(session.ranks.is_sharded, "a sharded head is whole only inside the model")
     head = measure.first_step(session).heads[0]
     hidden_ND = head.hidden_ND[:48].detach()
     target_N = head.packed.target_N[:48].to(hidden_ND.device)
@@ -714,8 +698,7 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
     through the library: its numbers times the derivative of the loss by them.
     """
     trainer = session.trainer
-    if why_not := session.run.loss_not_in_samples:
-        return skipped(why_not)
+    skip_if(session.run.loss_not_in_samples)
     skip_if(trainer.noise is not None, "noise is on: samples alone would have other noise")
     skip_if(session.ranks.is_sharded, "the library's own path runs on one rank")
     samples = session.tree_samples

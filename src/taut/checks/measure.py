@@ -122,25 +122,27 @@ def outputs_seen(
         yield
 
 
+def layer_outputs(session: Session, packed: Packed) -> dict[str, Tensor]:
+    """The output of each decoder layer for a micro-batch, [T, D] in host memory, by its name and class."""
+    names, outputs = {it: name for name, it in session.scorer.model.named_modules()}, {}
+
+    def keep(layer: nn.Module, hidden: Any) -> None:
+        name = f"{names[layer]} ({type(layer).__name__})"
+        outputs[name] = hidden.detach().reshape(-1, hidden.shape[-1]).cpu()
+
+    with session.inference(), outputs_seen(architecture.layers(session.scorer.model), keep):
+        session.forward(packed)
+    return outputs
+
+
 def first_layer_that_moves(
     session: Session, left: Packed, right: Packed, tokens: Sequence[int]
 ) -> str:
     """The first layer whose output at these tokens differs between two micro-batches of one shape."""
-    layers = list(architecture.layers(session.scorer.model))
-    outputs: list[list[Tensor]] = []
-
-    def keep(_: nn.Module, hidden: Any) -> None:
-        outputs[-1].append(hidden.detach().reshape(-1, hidden.shape[-1]).cpu())
-
-    with session.inference(), outputs_seen(layers, keep):
-        for packed in (left, right):
-            outputs.append([])
-            session.forward(packed)
-    names = {module: name for name, module in session.scorer.named_modules()}
-    index = torch.as_tensor(list(tokens))
-    for layer, left_TD, right_TD in zip(layers, *outputs, strict=True):
-        if gap(left_TD[index], right_TD[index]) > session.exact:
-            return f"first seen after {names[layer]} ({type(layer).__name__})"
+    others, index = layer_outputs(session, right), torch.as_tensor(list(tokens))
+    for name, hidden_TD in layer_outputs(session, left).items():
+        if gap(hidden_TD[index], others[name][index]) > session.exact:
+            return f"first seen after {name}"
     return "first seen after the last layer"
 
 
@@ -204,6 +206,22 @@ def weights_put_back(session: Session) -> Iterator[dict[str, Tensor]]:
             yield copies
         finally:
             restore_weights(session, copies)
+
+
+@contextmanager
+def weights_moved(session: Session, move: float) -> Iterator[dict[str, Tensor]]:
+    """The same, with noise on all that trains: ``move`` of a tensor's spread, or of 0.1 if its values are alike."""
+    with weights_put_back(session) as copies:
+        for number, parameter in enumerate(trained(session).values()):
+            # one each: what is whole moves alike on every rank
+            generator, part = (
+                torch.Generator().manual_seed(session.run.seed + number),
+                local(parameter),
+            )
+            spread = float(part.float().std()) if part.numel() > 1 else 0.0
+            noise = torch.randn(part.shape, generator=generator) * move * (spread or 0.1)
+            part.add_(noise.to(part.device, part.dtype))
+        yield copies
 
 
 @torch.no_grad()
@@ -318,13 +336,10 @@ def _watched_head(session: Session, heads: list[HeadOutput]) -> Iterator[None]:
             spec = head_of(session)
             hidden_ND = hidden.squeeze(0).index_select(0, packed.predictor_N.to(hidden.device))
             target_N = packed.target_N.to(hidden.device)
+            chunks = (torch.split(whole, LOGIT_ROWS) for whole in (hidden_ND, target_N))
             plain = [
                 torch.log_softmax(spec.logits(some_ND), -1).gather(1, some_N[:, None]).squeeze(1)
-                for some_ND, some_N in zip(
-                    torch.split(hidden_ND, LOGIT_ROWS),
-                    torch.split(target_N, LOGIT_ROWS),
-                    strict=True,
-                )
+                for some_ND, some_N in zip(*chunks, strict=True)
             ]
             recomputed_N = score_hidden(hidden_ND, target_N, spec).logp_N
         heads.append(HeadOutput(packed, hidden_ND, torch.cat(plain), recomputed_N))

@@ -84,8 +84,8 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
     """
     run = session.run
     skip_if(session.ranks.is_sharded, "measured where weights are whole only")
-    if run.noise.neftune_alpha > 0 or (run.lora.is_on and run.lora.dropout > 0):
-        return skipped("noise is on, and belongs to steps")
+    is_noisy = run.noise.neftune_alpha > 0 or (run.lora.is_on and run.lora.dropout > 0)
+    skip_if(is_noisy, "noise is on, and belongs to steps")
     if session.is_generated:
         trees = session.trees
     else:  # the first rows, compared answers together

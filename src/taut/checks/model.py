@@ -8,21 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from taut.checks import measure
 from taut.checks.loss import dtype_name
-from taut.checks.measure import (
-    GRADIENT_ROUNDING,
-    drift,
-    first_step,
-    gap,
-    gradients_of,
-    largest_gap,
-    most_different_gradient,
-    outputs_seen,
-    target_name,
-)
-from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if
 from taut.checks.session import Session
-from taut.checks.weights import experts_in_files, open_files
+from taut.checks.weights import experts_of_rank, open_files
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
 from taut.models.compiled_layers import compiled_layers, eagerly, graphs_made
@@ -86,14 +76,6 @@ def quantized_weights_are_the_checkpoints(session: Session) -> Finding:
         name: distributed.whole_of(layer.weight, distributed.local(layer.weight))
         for name, layer in chosen
     }
-    ends = dict([*experts[:1], *experts[-1:]])
-    rows_of_experts: dict[tuple[str, str], dict[int, Tensor]] = {}
-    for name, module in ends.items():
-        for key in module.formats:  # all ranks gather, a tensor at a time
-            parameter = module._parameters[key]
-            whole = distributed.whole_of(parameter, distributed.local(parameter))
-            numbers = {0, whole.shape[0] - 1}
-            rows_of_experts[name, key] = {number: whole[number].clone() for number in numbers}
     # errors in multiples of the largest that the format makes
     errors: dict[str, float] = {}
     skeleton = plain_skeleton(session.scorer.model)
@@ -103,22 +85,15 @@ def quantized_weights_are_the_checkpoints(session: Session) -> Finding:
             if f"{name}.weight" in files:
                 source = layer.in_checkpoint(files[f"{name}.weight"].get_tensor(f"{name}.weight"))
                 errors[name] = error_of(layer.format, rows[name], source)
-        for (name, key), own in rows_of_experts.items():
-            module = ends[name]
-            full = f"{name.replace('.base_layer', '')}.{key}"
-            shape = (module._parameters[key].shape[0], *module.formats[key].shape)
-            for number, source in experts_in_files(skeleton, full, shape, files, {*own}).items():
-                label = f"expert {number} of {full}"
-                errors[label] = error_of(module.formats[key], own[number], source)
+        for label, layout, row, source in experts_of_rank(session, skeleton, files):
+            errors[label] = error_of(layout, row, source)
     skip_if(not errors, "the files have other names for these weights")
     worst = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= 1:
         return failed(
             f"the weights of {worst} are not those of the checkpoint",
             measured=(errors[worst], "times the largest error of the format"),
-            evidence=[f"{name}: {error:.3g}" for name, error in errors.items() if error > 1][
-                :MAX_EXAMPLES
-            ],
+            evidence=[f"{name}: {error:.3g}" for name, error in errors.items() if error > 1],
             remedy="install the tested version of bitsandbytes (constraints.txt), and please report the model",
         )
     number = len(layers) + sum(len(module.formats) for _, module in experts)
@@ -137,18 +112,21 @@ def all_numbers_are_finite(session: Session) -> Finding:
     if wrong:
         return failed(
             f"{len(wrong)} tensors have values that are not finite",
-            measured=(len(wrong), "tensors"),
-            evidence=wrong[:MAX_EXAMPLES],
+            measured=(wrong, "tensors"),
             remedy="the checkpoint is damaged; copy it again, or take the one before it",
         )
     # what the model computes
     numbers = session.alone if session.loaded.one_sample is not None else session.packed
     for name, values in numbers.items():
         if num_wrong := int((~torch.isfinite(values)).sum()):
+            outputs = measure.layer_outputs(session, pack(list(session.pair[:1]), ALONE))
+            layers = [layer for layer, output in outputs.items() if not _is_finite(output)]
             return failed(
                 f"{num_wrong} of {len(values)} {quantity.many} of {name} are not finite",
                 measured=(num_wrong, f"of {len(values)}"),
-                evidence=[_first_not_finite_layer(session)],
+                evidence=f"first in the output of {layers[0]}"
+                if layers
+                else "not in any layer, but in the head",
                 remedy=f"the model overflows in {dtype_name(session.dtype)}; set dtype=float32, or take another "
                 "checkpoint",
             )
@@ -163,20 +141,6 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(local).all())
 
 
-def _first_not_finite_layer(session: Session) -> str:
-    """The first layer whose output for the pair's first sample is not finite."""
-    names = {module: name for name, module in session.scorer.model.named_modules()}
-    wrong: list[str] = []
-
-    def look(module: nn.Module, output: Any) -> None:
-        if not _is_finite(output):
-            wrong.append(names[module])
-
-    with outputs_seen(architecture.layers(session.scorer.model), look):
-        session.numbers(session.pair[:1])
-    return f"first in the output of {wrong[0]}" if wrong else "not in any layer, but in the head"
-
-
 @check("model.noise", after=["model.finite"])
 def two_forwards_in_training_agree(session: Session) -> Finding:
     """Does the model give the same numbers twice when it trains?
@@ -185,13 +149,13 @@ def two_forwards_in_training_agree(session: Session) -> Finding:
     itself: dropout that its config does not name, layers skipped at random.
     """
     with torch.no_grad(), session.trainer.compute():  # once around both: autocast keeps its casts
-        moved = gap(_forward_in_training(session, {}), _forward_in_training(session, {}))
+        moved = measure.gap(_forward_in_training(session, {}), _forward_in_training(session, {}))
     quantity = session.quantity
     if moved > session.exact:
         first, second = dict[str, Tensor](), dict[str, Tensor]()
         _forward_in_training(session, first, keeps_sums=True)
         _forward_in_training(session, second, keeps_sums=True)
-        where = next((name for name in first if gap(first[name], second[name]) > 0), None)
+        where = next((name for name in first if measure.gap(first[name], second[name]) > 0), None)
         return failed(
             f"the same sample's {quantity.many} differ by {moved:.3g} {quantity.unit} from one forward to the next",
             measured=(moved, quantity.unit),
@@ -215,7 +179,7 @@ def _forward_in_training(
 
     was_training, watched = scorer.training, names if keeps_sums else ()
     try:
-        with outputs_seen(watched, keep), torch.no_grad(), session.trainer.compute():
+        with measure.outputs_seen(watched, keep), torch.no_grad(), session.trainer.compute():
             scorer.train()
             return session.forward(pack([session.short_sample], ALONE))
     finally:
@@ -232,14 +196,13 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
     A scalar head has no chunks: it is proven here again, on the model that trains, to give the model's own number.
     """
     if session.is_scalar:
-        if session.ranks.is_sharded:
-            return skipped("a sharded head is whole only inside the model; asked on one rank")
+        skip_if(session.ranks.is_sharded, "a sharded head is whole only inside the model")
         with session.inference():
             moved = check_head(session.scorer.model)
         return passed("the scalar head is the model's own", moved, "points")
     limit = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.5}[session.dtype]
     worst, where, number = 0.0, "", 0
-    for head in first_step(session).heads:
+    for head in measure.first_step(session).heads:
         number += len(head.plain_N)
         ways = {"computed again in backward": head.recomputed_N}
         if head.logp_N is not None:
@@ -247,9 +210,10 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
             way = "gradient formed in the forward" if is_linear else "as the run takes it"
             ways[way] = head.logp_N
         for way, logp_N in ways.items():
-            moved, at = largest_gap(logp_N, head.plain_N)
+            moved, at = measure.largest_gap(logp_N, head.plain_N)
             if moved > worst:
-                target, plain = target_name(session, head.packed, at), float(head.plain_N[at])
+                target = measure.target_name(session, head.packed, at)
+                plain = float(head.plain_N[at])
                 worst = moved
                 where = f"{target}: {float(logp_N[at]):.6g}, plainly {plain:.6g} ({way})"
     if worst > limit:
@@ -275,9 +239,9 @@ def compiled_layers_compute_what_eager_ones_do(session: Session) -> Finding:
     made = graphs_made().since(before)
     with eagerly():
         expected, expected_gradients = _of_the_pair(session)
-    quantity, moved = session.quantity, drift(numbers, expected)
-    tensor, error = most_different_gradient(expected_gradients, gradients)
-    limit = GRADIENT_ROUNDING[session.dtype]
+    quantity, moved = session.quantity, measure.drift(numbers, expected)
+    tensor, error = measure.most_different_gradient(expected_gradients, gradients)
+    limit = measure.GRADIENT_ROUNDING[session.dtype]
     if moved > session.tolerance or error > limit:
         return failed(
             f"compiled layers differ from the same layers without torch's compiler by {moved:.3g} {quantity.unit}, and "
@@ -309,5 +273,5 @@ def _of_the_pair(session: Session) -> tuple[Tensor, dict[str, Tensor]]:
             with trainer.compute_backward():
                 values[0].sum().backward()  # type: ignore[no-untyped-call]
 
-    gradients = gradients_of(session, backward)
+    gradients = measure.gradients_of(session, backward)
     return values[0].detach().cpu(), {name: grad.cpu() for name, grad in gradients.items()}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from taut.checks.measure import local, restore_weights, trained, weights_put_back
-from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
+from taut.checks.registry import Finding, check, failed, passed, skip_if, warned
 from taut.checks.session import Session, num_tokens
 from taut.train import distributed, optim
 from taut.train.trainer import StepReport, add_gradients
@@ -33,8 +33,10 @@ def the_learning_rate_reaches_its_peak(session: Session) -> Finding:
     if wrong:
         return failed(
             f"the learning rate of {len(wrong)} of {len(rates)} steps is not above 0 and at most {peak:g}",
-            measured=(len(wrong), f"of {len(rates)} steps"),
-            evidence=[f"step {step}: {rates[step]:g}" for step in wrong[:3]],
+            measured=(
+                [f"step {step}: {rates[step]:g}" for step in wrong],
+                f"of {len(rates)} steps",
+            ),
             remedy="those steps would teach nothing, or too much; set another optim.schedule, and please report this",
         )
     at, highest = max(rates.items(), key=lambda item: item[1])
@@ -136,16 +138,16 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
     on judged answers have floors of their own (a policy's log-ratios are bounded, smoothed labels never certain): there
     it is enough that every pair comes out in order, or every answer on its side.
     """
-    if session.trainer.noise is not None:
-        return skipped("noise is on, and blurs what a few samples can be learned to")
+    is_noisy = session.trainer.noise is not None
+    skip_if(is_noisy, "noise is on, and blurs what a few samples can be learned to")
     skip_if(session.is_policy_gradient, "a policy gradient's loss does not say what was learned")
     trees = _consistent_trees(session.trees)
     samples = [sample for tree in trees for sample in tree.samples]
-    if (
-        session.trainer.source.loss.mismatched
-        and len({sample.values["label"] > 0.5 for sample in samples}) < 2
-    ):
-        return skipped("the shortest rows are all good, or all bad: alone they teach nothing")
+    if session.trainer.source.loss.mismatched:
+        labels = {sample.values["label"] > 0.5 for sample in samples}
+        skip_if(
+            len(labels) < 2, "the shortest rows are all good, or all bad: alone they teach nothing"
+        )
     # how low the loss can come
     is_whole = all(p.requires_grad for p in session.scorer.model.parameters())
     is_bounded = not is_whole or session.run.loss_has_floor
@@ -185,9 +187,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
             f"{len(samples)} samples are not learned by heart: the loss goes from {curves[best][0]:.3g} to "
             f"{lowest[best]:.3g} at best",
             measured=(lowest[best], "nats a target"),
-            evidence=[
-                f"learning rate {rate:.2g}: {_drawn(curve)}" for rate, curve in curves.items()
-            ],
+            evidence=[f"learning rate {rate:.2g}: {_drawn(it)}" for rate, it in curves.items()],
             remedy="what trains is too little to learn anything (see freeze and lora.targets), or the gradient is not "
             "that of the loss (see loss.packed)",
         )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from taut.checks.chat_template import quoted
 from taut.checks.registry import Finding, check, failed, passed, skip_if, split_error, warned
@@ -15,9 +18,7 @@ from taut.data.rows.messages import PICTURES, Conversation, images_of
 from taut.data.rows.schema import REQUIRED, Columns, Recognized, best_row, read_any, recognize
 from taut.errors import DataError, PictureError
 from taut.vision.content import ImageRef, decoded_size, encoded, require_allowed
-
-MAX_ROWS = 4
-"""Maximum rows or columns named as evidence."""
+from taut.vision.image_store import ImageStore, Seen
 
 
 class Record(NamedTuple):
@@ -108,7 +109,7 @@ def every_picture_can_be_read(session: Session) -> Finding:
             if isinstance(ref, PictureError):
                 broken.append(str(ref))
             elif image_store is not None:
-                contents[image_store.see(ref, place).digest] += 1
+                contents[_content(image_store, image_store.see(ref, place), place)] += 1
             else:
                 require_allowed(ref, images)
                 if ref.kind != "url":
@@ -116,22 +117,31 @@ def every_picture_can_be_read(session: Session) -> Finding:
         except PictureError as error:
             broken.append(str(error) if image_store is not None else f"{place}: {error}")
     if 8 <= max(contents.values(), default=0) > 0.9 * len(pictures):
-        evidence = [place for place, _ in pictures[:MAX_ROWS]]
+        evidence = [place for place, _ in pictures]
         remedy = "see what the rows name: with one picture for all nothing is learned of pictures"
-        return warned("nearly all pictures are one and the same", evidence=evidence, remedy=remedy)
+        says = "nearly all pictures are one and the same, or of one color each"
+        return warned(says, evidence=evidence, remedy=remedy)
     if not broken:
         return passed("every picture can be read", len(pictures), "pictures")
     unit = f"of {len(pictures):,} pictures"
     says = f"{len(broken):,} {unit} cannot be read"
     if images.bad == "drop":
-        return passed(f"{says}, and their rows are left out", len(broken), unit, broken[:MAX_ROWS])
+        return passed(f"{says}, and their rows are left out", len(broken), unit, broken[:4])
     return failed(
         says,
-        measured=(len(broken), unit),
-        evidence=broken[:MAX_ROWS],
+        measured=(broken, unit),
         remedy="correct the paths (from data.images.folder, the data file's directory, or here), leave the rows out "
         'with data.images.bad="drop", or name the column in data.ignore_keys',
     )
+
+
+def _content(store: ImageStore, seen: Seen, place: str) -> str:
+    """A picture's digest, or "" for a picture of one color, of which a file of few bytes is suspected."""
+    if Path(seen.source).stat().st_size > 1000 + 0.02 * seen.width * seen.height:
+        return seen.digest
+    tensors = store.picture(seen.source, seen.digest, 1, place).tensors().values()
+    num_values = [np.unique(it.numpy()).size for it in tensors if it.is_floating_point()]
+    return "" if max(num_values, default=9) <= 4 else seen.digest  # one for each channel, and a pad
 
 
 _ANSWER = ("answer", "response", "output", "label", "target", "solution", "completion")
@@ -233,14 +243,14 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
         return (warned if is_beside else failed)(
             f"the column {name} is passed over: format {kind} does not read it",
             measured=(len(examples), f"of {num_of[source]:,} rows"),
-            evidence=[rows[0].shown(column) for (_, column), rows in lost.items()][:MAX_ROWS],
+            evidence=[rows[0].shown(column) for (_, column), rows in lost.items()],
             remedy=remedy.format(name) + ", or name it in data.ignore_keys if it is not to be used",
         )
     kinds = " and ".join(Counter(row.how.format for row in read))
     if session.is_generated:
         return passed(f"{kinds}; rewards read the other columns", len(read), "rows")
     counts = Counter(name for row in read for name in row.how.unread)
-    notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(MAX_ROWS)]
+    notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(4)]
     left = f"{len(counts)} columns are not read" if counts else "every column is read"
     return passed(f"{kinds}; {left}", len(read), "rows", notes)
 
@@ -269,8 +279,7 @@ def _preferences_not_read(read: Sequence[ReadRecord]) -> Finding | None:
     if 2 * len(judged) > len(trained) and 0 < len(bad) < len(judged):
         return failed(
             f"{len(bad):,} of {len(trained):,} answers are marked label false, and would be learned",
-            measured=(len(bad), unit),
-            evidence=[f"{row.record.place}: label is false" for row in bad[:MAX_ROWS]],
+            measured=([f"{row.record.place}: label is false" for row in bad], unit),
             remedy="keep the rows whose label is true, or name label in data.ignore_keys if it says something else",
         )
     return None

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
+from itertools import islice
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-MAX_EXAMPLES = 3
-"""Maximum lines of evidence, where a check has no limit of its own."""
+MAX_EXAMPLES = 6
+"""Maximum lines of evidence: the first are kept."""
 
 Outcome = Literal["passed", "warning", "failed", "skipped"]
 Part: TypeAlias = Literal["quick", "full"]
@@ -69,30 +70,36 @@ def passed(
     return Finding("passed", says, number, unit, notes=tuple(notes))
 
 
-def failed(
+def _fault(
+    outcome: Outcome,
     says: str,
     *,
     remedy: str,
-    measured: tuple[float | None, str] = (None, ""),
-    evidence: Iterable[str] = (),
+    measured: tuple[float | Sequence[str] | None, str] = (None, ""),
+    evidence: str | Iterable[str] = (),
+    notes: Iterable[str] = (),
     code: str = "",
 ) -> Finding:
-    """Make a finding that the run would be wrong. ``measured``: the number and its unit; ``code``: the error's."""
-    return Finding("failed", says, *measured, tuple(evidence), remedy, code=code)
-
-
-def warned(
-    says: str,
-    *,
-    remedy: str,
-    measured: tuple[float | None, str] = (None, ""),
-    evidence: Iterable[str] = (),
-    notes: Iterable[str] = (),
-) -> Finding:
-    """Make a finding that the run may start, but is probably not what the user means. ``measured``: the number and its
-    unit.
+    """Make a finding with a remedy. ``measured``: a number and its unit; or what is wrong, each in a line, and of how
+    many: the number of lines is the number, and the first are the evidence. ``code``: the error's.
     """
-    return Finding("warning", says, *measured, tuple(evidence), remedy, tuple(notes))
+    what, unit = measured
+    lines = (
+        what
+        if isinstance(what, Sequence)
+        else [evidence]
+        if isinstance(evidence, str)
+        else evidence
+    )
+    number = len(what) if isinstance(what, Sequence) else what
+    shown = tuple(islice(lines, MAX_EXAMPLES))
+    return Finding(outcome, says, number, unit, shown, remedy, tuple(notes), code)
+
+
+failed = partial(_fault, "failed")
+"""Make a finding that the run would be wrong."""
+warned = partial(_fault, "warning")
+"""Make a finding that the run may start, but is probably not what the user means."""
 
 
 def skipped(reason: str) -> Finding:
@@ -104,10 +111,10 @@ class Skip(Exception):
     """Raised in a check if the question has no meaning for this run. The message is the reason."""
 
 
-def skip_if(condition: object, reason: str) -> None:
-    """End a check as skipped."""
+def skip_if(condition: object, reason: str = "") -> None:
+    """End a check as skipped, for this reason; where none is given, the condition is the reason in words."""
     if condition:
-        raise Skip(reason)
+        raise Skip(reason or condition)
 
 
 def split_error(error: Exception) -> tuple[str, str]:

@@ -14,25 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import fmean
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from taut.checks.chat_template import quoted, short_place
-from taut.checks.measure import local, restore_weights, shard_weights, trained, weights_put_back
-from taut.checks.registry import (
-    MAX_EXAMPLES,
-    Finding,
-    Skip,
-    check,
-    failed,
-    passed,
-    skip_if,
-    skipped,
-    split_error,
-    warned,
-)
+from taut.checks.measure import restore_weights, weights_moved
+from taut.checks.registry import Finding, Skip, check, failed, passed, skip_if, split_error, warned
 from taut.checks.session import Session, cut_out, once, owned_by
 from taut.data.rows.prompts import PromptRow, PromptSet
 from taut.errors import ModelError, RenderError
@@ -48,14 +37,12 @@ from taut.rewards.custom import UserReward
 from taut.rewards.reward_set import RewardResult, RewardSet
 from taut.rewards.settings import Judged
 from taut.rewards.verifier import RewardInput, Score
+from taut.rl.environment import EnvironmentPool
 from taut.rl.online import Online
 from taut.rl.rollout import Group, Rollout, RolloutRequest, score_trees
 from taut.rl.worker import RolloutWorker
 from taut.train.monitors import TOLERANCE
 from taut.types import Completion, FloatArray, Media, Prompt, Sample
-
-NONE_GENERATED = "the run generates nothing to learn from"
-REPLAYED = "the run trains on recorded rollouts and generates none"
 
 # -- what rollouts are made with
 
@@ -71,8 +58,8 @@ def _online(session: Session) -> Online:
 @owned_by("rollout.opens")
 def rollout_worker(session: Session) -> RolloutWorker:
     """Engine, rewards and environment. A check that needs them is skipped for a run that does not generate."""
-    skip_if(not session.is_generated, NONE_GENERATED)
-    skip_if(session.run.is_replayed, REPLAYED)
+    skip_if(not session.is_generated, "the run generates nothing to learn from")
+    skip_if(session.run.is_replayed, "the run trains on recorded rollouts and generates none")
     worker = _online(session).worker
     assert isinstance(worker, RolloutWorker)
     return worker
@@ -110,6 +97,10 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
     length_S = np.concatenate(list(session.train.sizes("tokens")))
     most = rollout_worker(session).config.grows
     unit, longest = f"of {len(session.train):,} prompts", int(length_S.max())
+
+    def shown(index: Any) -> str:
+        return f"{session.train.sample_id(int(index))}: {length_S[index]:,} tokens"
+
     says = f"tokens of the longest prompt, and {most:,} of an answer"
     if context is None:
         return passed(f"{says}; the model names no context", longest, "tokens")
@@ -127,11 +118,10 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
         if long.size:
             return failed(
                 f"{long.size:,} {unit} and their answers may be longer than the server takes, {served:,} tokens",
-                measured=(int(long.size), unit),
-                evidence=[
-                    f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens, with an answer up to {needed_S[i]:,}"
-                    for i in long[:MAX_EXAMPLES]
-                ],
+                measured=(
+                    [f"{shown(i)}, with an answer up to {needed_S[i]:,}" for i in long],
+                    unit,
+                ),
                 remedy=f"start the server with --max-model-len {int(needed_S.max())}, or set rollout.max_new_tokens",
             )
     left_S = context - length_S
@@ -146,11 +136,7 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
         )
         return failed(
             f"{full.size:,} {unit} leave no room for an answer",
-            measured=(int(full.size), unit),
-            evidence=[
-                f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens of {context:,}"
-                for i in full[:MAX_EXAMPLES]
-            ],
+            measured=([f"{shown(i)} of {context:,}" for i in full], unit),
             remedy=f"set {shorter}, or use a model, or a server, with a longer context",
         )
     num_cut = int((left_S < most).sum())
@@ -158,6 +144,14 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
     if num_cut:
         notes.append(f"after {num_cut:,} prompts the context of {context:,} cuts answers earlier")
     return passed(f"{says}, of {context:,}", longest, "tokens", notes)
+
+
+def _environments(session: Session) -> EnvironmentPool:
+    """The environments. Skips the check if none answers."""
+    environments = rollout_worker(session).environments
+    if environments is None:
+        raise Skip("no environment answers: a path has one turn")
+    return environments
 
 
 @check("rollout.turns", after=["rollout.opens"])
@@ -168,9 +162,7 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
     prompt have to be, token for token, the conversation rendered as a whole. A template that writes turns otherwise
     once they are history keeps what comes between; that is a note.
     """
-    environments = rollout_worker(session).environments
-    if environments is None:
-        return skipped("no environment answers: a path has one turn")
+    environments = _environments(session)
     assert isinstance(session.train, PromptSet)
     # right answers stand for turns
     rows = [row for row in session.train.prompt_rows[:8] if row.references]
@@ -202,9 +194,7 @@ def environments_begin_anew(session: Session) -> Finding:
     The first row is played several times, with its right answer and with another one: the same turns have to lead to
     the same, and a turn's outcome must not be that of the turn before.
     """
-    environments, train = rollout_worker(session).environments, session.train
-    if environments is None:
-        return skipped("no environment answers: a path has one turn")
+    environments, train = _environments(session), session.train
     assert isinstance(train, PromptSet)
     row, kind = train.prompt_rows[0], environments.kind_of(train.prompt_rows[0])
     skip_if(kind.is_agent, "an agent asks by itself")
@@ -263,26 +253,15 @@ class Marks(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """Answers to a row, and the rewards' values for them."""
-
-    asked: AnswersToJudge
-    right: list[RewardResult]
-    others: list[RewardResult]
-    """Values for the answers of another row."""
-    empty: RewardResult
-
-
-class AnswersToJudge(NamedTuple):
-    """Answers to a row: right ones, right ones of another row, and an empty one."""
+    """Answers to a row: right ones, right ones of another row, and an empty one; and the rewards' values for them."""
 
     row: PromptRow
-    right: list[RewardInput]
-    others: list[RewardInput]
-    empty: RewardInput
+    asked: list[list[RewardInput]]
+    results: Sequence[list[RewardResult]] = ()
 
     @property
-    def all(self) -> list[RewardInput]:
-        return [*self.right, *self.others, self.empty]
+    def answers(self) -> list[RewardInput]:
+        return [answer for some in self.asked for answer in some]
 
 
 @check("rewards.gold", after=["rollout.opens"])
@@ -328,12 +307,12 @@ def graded_rewards(session: Session) -> list[GradedRewards]:
         return len(session.tokenizer.encode(text, add_special_tokens=False)) + 1
 
     found, evaluated = [], session.run.eval.answers
-    asked: list[AnswersToJudge] = []
+    asked: list[Graded] = []
     if session.run.training_rewards:
         assert isinstance(session.train, PromptSet)
         asked = answers_to_judge(session.train.prompt_rows, num_tokens)
         if (rating := rollout_worker(session).rating) is not None:  # on every rank
-            rating.rate([answer for row in asked for answer in row.all], extract=False)
+            rating.rate([answer for row in asked for answer in row.answers], extract=False)
     if not session.ranks.is_writer:
         return []
     if session.run.training_rewards:
@@ -358,9 +337,7 @@ def graded_rewards(session: Session) -> list[GradedRewards]:
     return found
 
 
-def answers_to_judge(
-    rows: Sequence[PromptRow], num_tokens: Callable[[str], int]
-) -> list[AnswersToJudge]:
+def answers_to_judge(rows: Sequence[PromptRow], num_tokens: Callable[[str], int]) -> list[Graded]:
     """Answers to the first rows with a right answer. A reward may be slow, and is asked about four times per row."""
     rows = [row for row in rows if row.references][:16]
     found = []
@@ -371,21 +348,16 @@ def answers_to_judge(
             [replace(to_reward_input(row, text), num_tokens=num_tokens(text)) for text in texts]
             for texts in (right, others, [""])
         ]
-        found.append(AnswersToJudge(row, of_row[0], of_row[1], of_row[2][0]))
+        found.append(Graded(row, of_row))
     return found
 
 
-def grade_all(reward_set: RewardSet, asked: Sequence[AnswersToJudge]) -> list[Graded]:
+def grade_all(reward_set: RewardSet, asked: Sequence[Graded]) -> list[Graded]:
     """The rewards of the rows' right answers and wrong ones, all asked at once, side by side."""
-    answers = [answer for of_row in asked for answer in of_row.all]
-    reward_results = iter(reward_set.grade(answers, extract=False) if answers else ())
+    answers = [answer for of_row in asked for answer in of_row.answers]
+    results = iter(reward_set.grade(answers, extract=False) if answers else ())
     return [
-        Graded(
-            of_row,
-            [*islice(reward_results, len(of_row.right))],
-            [*islice(reward_results, len(of_row.others))],
-            next(reward_results),
-        )
+        of_row._replace(results=[[*islice(results, len(some))] for some in of_row.asked])
         for of_row in asked
     ]
 
@@ -395,37 +367,25 @@ def judge_rewards(
 ) -> Finding:
     """Judge the rewards of the rows' right answers and wrong ones. ``key``: as of ``GradedRewards``."""
     if not graded:
-        return skipped("no row has a reference answer")
-    marks = [
-        _marks(
-            part.label,
-            reward_set.judges[part.label],
-            part.verifier.full_marks if reward_set.judges[part.label] == "correctness" else None,
-            isinstance(part.verifier, UserReward),
-            graded,
-        )
-        for part in reward_set.parts
-    ]
-    names = {
-        kind: [reward.name for reward in marks if reward.judges == kind]
-        for kind in get_args(Judged)
-    }
-    if not key and names["correctness"]:
-        # The total is learned from: a reward with a scale of its own is asked within it.
-        marks = [
-            reward._replace(judges="form", must_apply=False)
-            if reward.judges == "correctness" and reward.full_marks is None
-            else reward
-            for reward in marks
-        ]
+        return Finding("skipped", "no row has a reference answer")
+    judges_of, marks = reward_set.judges, list[Marks]()
+    has_correct = "correctness" in judges_of.values()
+    for part in reward_set.parts:
+        judges, is_own = judges_of[part.label], isinstance(part.verifier, UserReward)
+        full_marks = part.verifier.full_marks if judges == "correctness" else None
+        if not key and judges == "correctness" and full_marks is None:
+            # the total is learned from: a reward with a scale of its own is asked within it
+            judges, is_own = "form", False
+        marks.append(_marks(part.label, judges, full_marks, is_own, graded))
+    if not key and has_correct:
         marks.append(_marks(TOTAL, "correctness", None, True, graded))
     # the first fault of any reward
     setting = f"{key}.rewards" if key else "rewards"
     for reward in marks:
         if fault := _reward_fault(reward, len(graded), max_errors, setting):
             return fault
-    if not names["correctness"]:
-        says = f"{', '.join(names['form'])} can be computed; no reward judges correctness"
+    if not has_correct:
+        says = f"{', '.join(it.name for it in marks)} can be computed; no reward judges correctness"
         return passed(says, len(graded), "right answers")
     judging = [reward for reward in marks if reward.judges == "correctness"]
     notes = [
@@ -455,11 +415,10 @@ def _marks(
     """Values of the reward ``name``, or of all rewards together; of several right or wrong answers, the best."""
 
     marks = Marks(name, judges, full_marks, must_apply, [], [], [], [])
-    for asked, right, others, empty in graded:
-        row = asked.row
+    for row, _, results in graded:
         scores = [
             [Score(one.total) if name == TOTAL else one.parts[name] for one in some]
-            for some in (right, others, [empty])
+            for some in results
         ]
         of_right, of_others, of_empty = (
             [score.value for score in some if score.value is not None] for some in scores
@@ -480,8 +439,7 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
     if len(marks.errors) > max_errors * num_rows:
         return failed(
             f"{name} fails on {len(marks.errors)} of {num_rows} right answers",
-            measured=(len(marks.errors), f"of {num_rows} are errors"),
-            evidence=marks.errors[:MAX_EXAMPLES],
+            measured=(marks.errors, f"of {num_rows} are errors"),
             remedy=f"mend {name}, or leave it out of {setting}",
         )
     if marks.judges == "form" and (right or marks.others or not marks.must_apply):
@@ -522,8 +480,8 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
 
 LARGE = 1e4
 """A reward above which squares and sums lose digits."""
-NARROW = 0.01
-"""A spread of rewards, as a part of their size, below which dividing by it makes large updates of little."""
+NARROW, SMALL = 0.01, 1e-4
+"""Spreads of rewards, as a part of their size and alone, below which dividing by them makes large updates of little."""
 NONSENSE = ("lorem", "ipsum", "dolor", "sit", "amet", "elit", "sed", "magna") * 8
 
 
@@ -536,7 +494,7 @@ def rewards_are_functions_of_the_answer(session: Session) -> Finding:
     """
     notes, is_full = [], session.part == "full"
     for asked in graded_rewards(session):
-        inputs = [it for row in asked.graded[: 16 if is_full else 4] for it in row.asked.all]
+        inputs = [it for row in asked.graded[: 16 if is_full else 4] for it in row.answers]
         if not inputs and isinstance(session.train, PromptSet):
             inputs = [to_reward_input(session.train.prompt_rows[0], "yes")]
         inputs += [
@@ -550,18 +508,34 @@ def rewards_are_functions_of_the_answer(session: Session) -> Finding:
         time.sleep(1.1 if own and is_full else 0.0)
         after = grade(inputs[::-1], own, extract=False)[::-1] if own else []
         for label in own:
-            values = [result.parts[label].value for result in before]
-            again = [result.parts[label].value for result in after]
+            values, again = ([it.parts[label].value for it in some] for some in (before, after))
+            lines = [
+                f"{quoted(answer.text, 40)} gets {first}, then {second}"
+                for answer, first, second in zip(inputs, values, again, strict=True)
+                if first != second
+            ]
+            unit = f"of {len(inputs)} answers"
+            if lines:
+                return warned(
+                    f"{label} gives {len(lines)} {unit} another reward when they are judged again",
+                    measured=(lines, unit),
+                    remedy="let it depend on answer and row alone: not on chance, time, order, or earlier answers",
+                )
+            together = _with_length(inputs, values)
             has_order = asked.graded and asked.reward_set.judges[label] == "correctness"
-            fault = _other_value(label, inputs, values, again)
-            if fault := fault or (_by_length(label, inputs, values) if has_order else None):
-                return fault
+            if has_order and abs(together) > 0.95:
+                more = "longer" if together > 0 else "shorter"
+                return warned(
+                    f"{label} goes by length alone: the {more} the answer, the more",
+                    measured=(together, "correlation of ranks"),
+                    remedy='nonsense was among them; correct it, or set judges = "form" if it is to judge length',
+                )
         # the scale of what is learned from
-        results = [it for row in asked.graded for it in (*row.right, *row.others, row.empty)]
+        results = [it for row in asked.graded for some in row.results for it in some]
         totals = [result.total for result in results if result.total is not None] or [0.0]
         largest, apart = float(np.abs(totals).max()), float(np.ptp(totals))
         is_divided = not asked.key and session.is_policy_gradient
-        if largest > LARGE or (is_divided and 0 < apart < NARROW * largest):
+        if largest > LARGE or (is_divided and 0 < apart < max(NARROW * largest, SMALL)):
             says = f"rewards are as large as {largest:.3g}, right and wrong ones {apart:.3g} apart"
             remedy = "bring them to 0 to 1: large ones lose digits, and noise is divided by a narrow spread"
             return warned(says, measured=(largest, "the largest"), remedy=remedy)
@@ -570,41 +544,14 @@ def rewards_are_functions_of_the_answer(session: Session) -> Finding:
     return passed("they are, on a scale to learn from", len(notes), "sets of rewards", notes)
 
 
-Values = Sequence[float | None]
-
-
-def _other_value(
-    label: str, inputs: Sequence[RewardInput], values: Values, again: Values
-) -> Finding | None:
-    """The fault of a reward that gives an answer another value when it is asked again."""
-    lines = [
-        f"{quoted(answer.text, 40)} gets {first}, then {second}"
-        for answer, first, second in zip(inputs, values, again, strict=True)
-        if first != second
-    ]
-    if not lines:
-        return None
-    unit = f"of {len(inputs)} answers"
-    says = f"{label} gives {len(lines)} {unit} another reward when they are judged again"
-    remedy = "let it depend on answer and row alone: not on chance, time, order, or what was judged before"
-    return warned(says, measured=(len(lines), unit), evidence=lines[:MAX_EXAMPLES], remedy=remedy)
-
-
-def _by_length(label: str, inputs: Sequence[RewardInput], values: Values) -> Finding | None:
-    """The fault of a reward that puts all answers in the order of their length."""
-    pairs = [
-        (len(it.text), value) for it, value in zip(inputs, values, strict=True) if value is not None
-    ]
+def _with_length(inputs: Sequence[RewardInput], values: Sequence[float | None]) -> float:
+    """Correlation of the ranks of values and lengths; 0 if fewer than six of either differ."""
+    pairs = [(len(it.text), v) for it, v in zip(inputs, values, strict=True) if v is not None]
     lengths, ranks = (
         np.unique(column, return_inverse=True)[1] for column in np.reshape(pairs, (-1, 2)).T
     )
-    if min(len({*lengths}), len({*ranks})) < 6:
-        return None
-    together = float(np.corrcoef(lengths, ranks)[0, 1])
-    says = f"{label} goes by length alone: the {'longer' if together > 0 else 'shorter'} the answer, the more"
-    remedy = 'nonsense was among them; correct it, or set judges = "form" if it is to judge length'
-    measured = together, "correlation of ranks"
-    return warned(says, measured=measured, remedy=remedy) if abs(together) > 0.95 else None
+    is_told = min(len({*lengths}), len({*ranks})) >= 6
+    return float(np.corrcoef(lengths, ranks)[0, 1]) if is_told else 0.0
 
 
 # -- a small rollout
@@ -661,16 +608,12 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
             name = f"{row.id}#{trajectory.index}"
             prompt: list[int] = row.ids_T.tolist()
             media: Sequence[Media] = row.media
-            if environments is not None and environments.kind_of(row).is_agent:
-                prompt, media = [], ()  # what it asks, with tools of its own, is not of the row
-            elif (
-                environments is not None
-                and messages is not None
-                and (messages != row.prompt or environments.kind_of(row).tools)
-            ):
-                prompt, media = environments.bridge.prompt_media(
-                    messages, environments.kind_of(row).tools or row.tools
-                )
+            if environments is not None:
+                kind, bridge = environments.kind_of(row), environments.bridge
+                if kind.is_agent:  # what it asks, with tools of its own, is not of the row
+                    prompt, media = [], ()
+                elif messages is not None and (messages != row.prompt or kind.tools):
+                    prompt, media = bridge.prompt_media(messages, kind.tools or row.tools)
             begin = trajectory.ids_T[: len(prompt)].tolist(), trajectory.media[: len(media)]
             if begin != (prompt, tuple(media)):
                 wrong.append(f"{name} does not begin with its prompt")
@@ -687,8 +630,7 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
     if wrong:
         return failed(
             wrong[0],
-            measured=(len(wrong), "differences"),
-            evidence=wrong[:MAX_EXAMPLES],
+            measured=(wrong, "differences"),
             remedy="answers would be compared with those to other prompts, or with themselves; please report this, "
             "with the settings of rollout",
         )
@@ -710,16 +652,9 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
             (at for at, trajectory in enumerate(trajectories) if trajectory.error is None), 0
         )
         rewards = [credit.good - (at != good) / (1 + number) for at in range(len(trajectories))]
-        judged.append(
-            Group(
-                tuple(
-                    replace(
-                        trajectory, reward_result=RewardResult({"check": Score(reward)}, reward)
-                    )
-                    for trajectory, reward in zip(trajectories, rewards, strict=True)
-                )
-            )
-        )
+        results = [RewardResult({"check": Score(reward)}, reward) for reward in rewards]
+        pairs = zip(trajectories, results, strict=True)
+        judged.append(Group(tuple(replace(path, reward_result=result) for path, result in pairs)))
     judged = Rollout(judged).rewarded
     counts = Counter(trajectory.name for group in judged for trajectory in group.trajectories)
     wrong = [f"{name} names {times} paths" for name, times in counts.items() if times > 1]
@@ -786,8 +721,7 @@ def rewards_read_the_sampled_text(session: Session) -> Finding:
     if wrong:
         return failed(
             f"the text of {len(wrong)} of {len(trajectories)} completions is not that of their tokens",
-            measured=(len(wrong), f"of {len(trajectories)} completions"),
-            evidence=wrong[:MAX_EXAMPLES],
+            measured=(wrong, f"of {len(trajectories)} completions"),
             remedy="rewards would judge what was not said; please report this",
         )
     return passed("texts are those of the sampled tokens", len(trajectories), "completions")
@@ -866,6 +800,15 @@ def _trainer_logps(
     return [(path, numbers[path.id].double().numpy()) for path in paths]
 
 
+def _gaps(
+    answers: Sequence[Completion], paths: Sequence[tuple[Sample, FloatArray]]
+) -> list[FloatArray]:
+    """Differences between the logprobs of the engine and those of the trainer."""
+    drawn = [answer.logp_N for answer in answers if answer.logp_N is not None and answer.ids_N.size]
+    pairs = zip(drawn, (logp_N for _, logp_N in paths), strict=True)
+    return [np.nan_to_num(np.abs(left_N - right_N), nan=np.inf) for left_N, right_N in pairs]
+
+
 def _engine_limit(session: Session, engine: LocalEngine | ServerEngine) -> float:
     """Maximum mean difference due to rounding; a server computes in a precision of its own."""
     served = vllm_client.TOLERANCE["bfloat16"] / 4 if isinstance(engine, ServerEngine) else 0.0
@@ -897,29 +840,18 @@ def engine_and_trainer_agree(session: Session) -> Finding:
     if refused:
         return failed(
             f"the engine fails on {len(refused)} of {len(answers)} completions",
-            evidence=[
-                f"{answer.prompt_id}: {answer.error or 'no logprobs'}"
-                for answer in refused[:MAX_EXAMPLES]
-            ],
+            evidence=[f"{answer.prompt_id}: {answer.error or 'no logprobs'}" for answer in refused],
             remedy="see what the engine, or the server's log, says of it",
         )
-    gaps = []
-    worst, where = -1.0, ""
-    for (path, trainer_N), completion in zip(
-        _trainer_logps(session, prompts, answers), answers, strict=True
-    ):
-        assert completion.logp_N is not None
-        gap_N = np.nan_to_num(np.abs(completion.logp_N - trainer_N), nan=np.inf)
-        gaps.append(gap_N)
-        at = int(gap_N.argmax())
-        if gap_N[at] > worst:
-            worst = float(gap_N[at])
-            token = session.tokenizer.decode([int(path.ids_T[path.target_at_N[at]])])
-            where = f"{path.id}: token {at} of the answer, {token!r}"
     # the mean over all tokens decides
+    paths = _trainer_logps(session, prompts, answers)
+    gaps = _gaps(answers, paths)
     gap_N = np.concatenate(gaps)
     mean, limit = float(gap_N.mean()), _engine_limit(session, engine)
     if mean > limit:
+        worst = max(range(len(gaps)), key=lambda number: gaps[number].max())
+        path, at = paths[worst][0], int(gaps[worst].argmax())
+        token = session.tokenizer.decode([int(path.ids_T[path.target_at_N[at]])])
         if session.is_generated and not session.run.is_replayed:
             remedy = (
                 "every gradient would have their ratio in it; set rollout.engine=local, or start the server with the "
@@ -934,7 +866,8 @@ def engine_and_trainer_agree(session: Session) -> Finding:
             f"the engine's logprobs are {mean:.3g} nats a token off those of the trainer (at most {limit:g} is "
             "rounding)",
             measured=(mean, "nats a token"),
-            evidence=[f"{where}: engine and trainer differ by {worst:.3g}"],
+            evidence=f"{path.id}: token {at} of the answer, {token!r}: engine and trainer differ by "
+            f"{gaps[worst][at]:.3g}",
             remedy=remedy,
         )
     return passed(f"{gap_N.size} tokens drawn, the same when scored", mean, "nats a token")
@@ -952,33 +885,25 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
     is_server = isinstance(engine, ServerEngine)
     skip_if(is_server, "a server may answer otherwise when it is asked again")
 
-    def changed(left: Sequence[Completion], right: Sequence[Completion]) -> list[str]:
-        return [
+    # in other company; in bfloat16 tokens often change there
+    ways = {"asked the same again": (prompts, 0), "asked with fewer others": (prompts[1::2], 1)}
+    if _engine_dtype(session) == torch.bfloat16:
+        del ways["asked with fewer others"]
+    for how, (some, may_change) in ways.items():
+        names = {prompt.id for prompt in some}
+        before = [answer for answer in answers if answer.prompt_id in names]
+        lines = [
             f"{answer.prompt_id}: {answer.ids_N.tolist()[:6]}, then {other.ids_N.tolist()[:6]}"
-            for answer, other in zip(left, right, strict=True)
+            for answer, other in zip(before, engine.generate(some, _sampling(session)), strict=True)
             if answer.ids_N.tolist() != other.ids_N.tolist()
         ]
-
-    def fault(lines: list[str], number: int, how: str) -> Finding:
-        return failed(
-            f"{len(lines)} of {number} completions are others when {how}",
-            measured=(len(lines), f"of {number} completions"),
-            evidence=lines[:MAX_EXAMPLES],
-            remedy="an evaluation could not be had twice; please report this",
-        )
-
-    if lines := changed(answers, engine.generate(prompts, _sampling(session))):
-        return fault(lines, len(answers), "asked the same again")
-    if _engine_dtype(session) == torch.bfloat16:
-        return passed("the same when asked again", len(answers), "completions")
-    # in other company
-    half = prompts[1::2]
-    fewer = engine.generate(half, _sampling(session))
-    names = {prompt.id for prompt in half}
-    lines = changed([answer for answer in answers if answer.prompt_id in names], fewer)
-    if len(lines) > 1:
-        return fault(lines, len(fewer), "asked with fewer others")
-    return passed("the same when asked again, and with fewer others", len(answers), "completions")
+        if len(lines) > may_change:
+            return failed(
+                f"{len(lines)} of {len(before)} completions are others when {how}",
+                measured=(lines, f"of {len(before)} completions"),
+                remedy="an evaluation could not be had twice; please report this",
+            )
+    return passed(f"the same when {' and '.join(ways)}", len(answers), "completions")
 
 
 SEEN = 10.0
@@ -993,37 +918,20 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
     moved weights, with which it has to agree, and by those put back. An engine with weights of its own, or adapters
     that it never gets, agrees with the latter. The move grows until the two can be told from each other.
     """
-    skip_if(not session.is_generated, NONE_GENERATED)
-    skip_if(session.run.is_replayed, REPLAYED)
+    rollout_worker(session)
     engine, prompts, _ = sampled(session)
     limit = _engine_limit(session, engine)
     try:
-        for move in (0.1, 0.5, 2.0):  # of a tensor's spread, or of 0.1 if all its values are alike
-            with weights_put_back(session) as copies:
-                shard_weights(session)
-                with torch.no_grad():
-                    for number, parameter in enumerate(trained(session).values()):
-                        # one each: what is whole moves alike on every rank
-                        generator = torch.Generator().manual_seed(session.run.seed + number)
-                        part = local(parameter)
-                        spread = float(part.float().std()) if part.numel() > 1 else 0.0
-                        noise = torch.randn(part.shape, generator=generator)
-                        noise *= move * (spread or 0.1)
-                        part.add_(noise.to(part.device, part.dtype))
+        for move in (0.1, 0.5, 2.0):
+            with weights_moved(session, move) as copies:
                 engine.update(1)
                 answers = engine.generate(prompts, _sampling(session))
                 # what it drew, scored by the moved weights and by those put back
                 new = _trainer_logps(session, prompts, answers)
                 restore_weights(session, copies)
             old = _trainer_logps(session, prompts, answers)
-            engine_N = np.concatenate(
-                [answer.logp_N for answer in answers if answer.logp_N is not None]
-            )
             off_new, off_old = (
-                float(np.nan_to_num(np.abs(engine_N - trainer_N), nan=np.inf).mean())
-                for trainer_N in (
-                    np.concatenate([logp_N for _, logp_N in paths]) for paths in (new, old)
-                )
+                float(np.concatenate(_gaps(answers, paths)).mean()) for paths in (new, old)
             )
             if max(off_new, off_old) > SEEN * limit:
                 break

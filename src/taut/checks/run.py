@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,21 +18,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from taut.checks.loss import ProductCounter, dtype_name
-from taut.checks.measure import first_step, trained
-from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
+from taut.checks.measure import first_step, trained, weights_moved
+from taut.checks.registry import Finding, Skip, check, failed, passed, skip_if, split_error, warned
 from taut.checks.session import Session
 from taut.config import home_path, to_dict, user_path
 from taut.data.packing import ALONE, pack
 from taut.errors import OutputError, TautError
-from taut.evals.round_trip import (
-    Comparison,
-    Trained,
-    compare_saved,
-    load_anew,
-    room_for,
-    samples_to_compare,
-    score,
-)
+from taut.evals import round_trip
 from taut.io.console import counted
 from taut.io.files import free_space, read_json
 from taut.io.temporary import TemporaryFolder
@@ -88,8 +80,7 @@ def what_was_asked_is_in_force(session: Session) -> Finding:
     if wrong:
         return failed(
             f"{wrong[0].key} is not applied",
-            measured=(len(wrong), f"of {len(settings)} settings"),
-            evidence=[str(setting) for setting in wrong[:6]],
+            measured=([str(setting) for setting in wrong], f"of {len(settings)} settings"),
             remedy="the run would not be the one asked for; remove the setting, and please report this",
         )
     set_aside = ("batch.share_prefixes", "packing", FROZEN_DECISION)
@@ -408,9 +399,12 @@ def numbers_are_those_people_mean(session: Session) -> Finding:
 
     The table of docs/models.md, and the learning rate against the method's default.
     """
-    run = session.run
+    run, source = session.run, session.trainer.source
     numbers = {k: float(v) for k, v in dotted(to_dict(run)) if isinstance(v, int | float)}
     ranges = usual()
+    if isinstance(source, Offline):  # however they are set
+        seen = source.cursor(session.trainer.num_steps).samples
+        numbers["epochs"] = round(seen / source.order.epoch_size, 2)
     rates, width = run.learning_rates, session.language.config.get_text_config().hidden_size
     default = rates.lora if run.lora.is_on else rates.full
     most = RATES[1] * default * max(1.0, 4096 / width)
@@ -442,12 +436,10 @@ def each_step_has_its_samples(session: Session) -> Finding:
     often as it should is ``data.packing``.
     """
     source, run, last = session.trainer.source, session.run, session.trainer.num_steps
-    if isinstance(source, Streamed):
-        return skipped(
-            "most rows are yet to come; a resume compares them with the checkpoint's digest"
-        )
-    if not isinstance(source, Offline):
-        return skipped("the method prepares its steps itself")
+    is_streamed = isinstance(source, Streamed)
+    skip_if(is_streamed, "most rows are yet to come; a resume compares their digest")
+    skip_if(not isinstance(source, Offline), "the method prepares its steps itself")
+    assert isinstance(source, Offline)
     order = source.order
     # the number of steps
     wanted, most = run.steps, run.batch.tokens_per_step
@@ -528,10 +520,9 @@ def the_output_fits_on_its_disk(session: Session) -> Finding:
     or twice with the best one. Logs are small and left out. Some space has to stay free.
     """
     run = session.run
-    if run.out is None:
-        return skipped("out is not set")
+    skip_if(run.out is None, "out is not set")
     try:
-        out = user_path(run.out, "out")
+        out = user_path(run.out or "", "out")
         require_usable(out, resume=run.resume, overwrite=run.overwrite)
     except OutputError as error:
         says, remedy = split_error(error)
@@ -597,14 +588,15 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
     back.
     """
     number = sum(parameter.numel() for parameter in session.scorer.parameters())
-    if number > 2_000_000_000:
-        return skipped(f"{number:,} parameters would take long to write; the run asks at its end")
+    skip_if(number > 2e9, f"{number:,} parameters take long to write; the run asks at its end")
     report = "the model would not be the one that was trained; please report it"
-    with TemporaryFolder("check") as place, _moved_adapters(session):
+    has_adapters = is_adapted(session.scorer.model)
+    moved = weights_moved(session, 0.2) if has_adapters else nullcontext()
+    with TemporaryFolder("check") as place, moved:
         try:
             comparisons, other_pictures = _save_and_compare(session, place / "model")
         except OutputError as error:
-            return skipped(str(error).partition(";")[0])
+            raise Skip(str(error).partition(";")[0]) from error
         except TautError as error:
             return failed(f"what was saved cannot be loaded: {error}", remedy=report)
     # first what no logprob would show
@@ -620,28 +612,25 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
         return failed(
             f"{name}: a difference of {value:.3g}, at most {wrong[0].tolerance:g} is rounding",
             measured=(value, "nats" if name != "weights" else ""),
-            evidence=[
-                f"{comparison.name}: {comparison.value:.3g}: {comparison.detail}"
-                for comparison in wrong
-            ],
+            evidence=[f"{it.name}: {it.value:.3g}: {it.detail}" for it in wrong],
             remedy=report,
         )
     first, last = comparisons[0], comparisons[-1]
-    what = "trained, merged and reloaded agree" if is_adapted(session.scorer.model) else "the same"
+    what = "trained, merged and reloaded agree" if has_adapters else "the same"
     return passed(f"{what} ({last.name})", last.value, "nats", [f"{first.detail}: the same bits"])
 
 
-def _save_and_compare(session: Session, directory: Path) -> tuple[list[Comparison], str]:
+def _save_and_compare(session: Session, directory: Path) -> tuple[list[round_trip.Comparison], str]:
     """The comparison; and the difference, for users of the model, in how pictures are processed, or "" if there is
     none.
     """
     run, inputs, model = session.run, session.inputs, session.scorer.model
     data = inputs.train if inputs.eval is None else inputs.eval
-    samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
-    logps, dtype = score(session.scorer, samples), session.built.models.saved_dtype
+    samples = round_trip.samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
+    logps, dtype = round_trip.score(session.scorer, samples), session.built.models.saved_dtype
     with distributed.whole_tensors(model, session.ranks) as whole:
         assert whole is not None, "the full part is asked on one rank"
-        before = Trained(model, whole, samples, logps, dtype)
+        before = round_trip.Trained(model, whole, samples, logps, dtype)
         with saving(
             model,
             inputs.tokenizer,
@@ -652,8 +641,9 @@ def _save_and_compare(session: Session, directory: Path) -> tuple[list[Compariso
             whole=whole,
         ) as written:
             path, trust = str(written), run.trust_remote_code
-            reloaded = load_anew(path, room_for(model, session.ranks.device), trust)
-            comparisons = compare_saved(before, reloaded)
+            room = round_trip.room_for(model, session.ranks.device)
+            reloaded = round_trip.load_anew(path, room, trust)
+            comparisons = round_trip.compare_saved(before, reloaded)
             # how pictures are processed, read again as a server does
             store = inputs.renderer.image_store
             if store is None:
@@ -668,20 +658,3 @@ def _save_and_compare(session: Session, directory: Path) -> tuple[list[Compariso
         f"pictures are written {saved_words}, in training {words}" if words != saved_words else ""
     )
     return comparisons, says
-
-
-@contextmanager
-def _moved_adapters(session: Session) -> Iterator[None]:
-    """Add noise to adapters inside the block and restore them at the end. A model without adapters is left alone."""
-    moved = session.trainer.trained if is_adapted(session.scorer.model) else []
-    copies = [parameter.detach().clone() for parameter in moved]
-    generator = torch.Generator(session.ranks.device).manual_seed(0)
-    try:
-        with torch.no_grad():
-            for parameter in moved:
-                parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.02, generator=generator))
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, copy in zip(moved, copies, strict=True):
-                parameter.copy_(copy)

@@ -345,6 +345,12 @@ class Session:
         """The first tokens of the pair's first sample."""
         return beginning(self.pair[0], 16)
 
+    def answers(self, row: int) -> list[Sample]:
+        """The samples of a training row; of answers that are compared the best one is last."""
+        own = self.train.row(row)
+        samples = self.train[own.start : own.stop]
+        return sorted(samples, key=lambda sample: sample.values.get("preference", 0.0))
+
     @property
     def _rows(self) -> Rows:
         return self.run.rows_of(self.train)
@@ -461,9 +467,14 @@ def beginning(sample: Sample, most: int) -> Sample:
     ids_T, media = cut_out(sample, start, stop)
     if ids_T.size == 1:
         ids_T = np.repeat(ids_T, 2)
-    cut = Sample(sample.id, ids_T, np.empty(0, dtype=np.int64), np.empty(0), media=media)
-    at_N = np.flatnonzero(is_text(cut)[1:]) + 1
-    return replace(cut, target_at_N=at_N, weight_N=np.ones(at_N.size), read_at_R=at_N - 1)
+    return all_targets(sample.id, ids_T, media)
+
+
+def all_targets(name: str, ids_T: IntArray, media: tuple[Media, ...]) -> Sample:
+    """A sample of which every token of text but the first is a target; a scalar head is read where it is predicted."""
+    sample = Sample(name, ids_T, np.empty(0, dtype=np.int64), np.empty(0), media)
+    at_N = np.flatnonzero(is_text(sample)[1:]) + 1
+    return replace(sample, target_at_N=at_N, weight_N=np.ones(at_N.size), read_at_R=at_N - 1)
 
 
 def cut_out(sample: Sample, start: int, stop: int) -> tuple[IntArray, tuple[Media, ...]]:
@@ -479,7 +490,7 @@ def ending(sample: Sample, most: int) -> Sample:
     if sample.num_tokens <= most:
         return sample
     stop = max(int(sample.target_at_N[-1]) + 1, most)
-    start, _ = _around_pictures(sample, _from_picture(sample, stop - most, stop), stop)
+    start, _ = _around_pictures(sample, from_picture(sample, stop - most, stop), stop)
     cut = _between(sample, start, stop, sample.target_at_N > start)
     if sample.read_at_R is None:
         return cut
@@ -500,7 +511,7 @@ def around_answers(answers: Sequence[Sample], most: int) -> tuple[Sample, ...]:
     cut = []
     for answer in answers:
         first = int(answer.target_at_N[0])
-        start = _from_picture(answer, max(0, first - kept), first)
+        start = from_picture(answer, max(0, first - kept), first)
         start, stop = _around_pictures(answer, start, first + kept)
         cut.append(_between(answer, start, stop, answer.target_at_N < stop))
     num_different = [len({sample.ids_T.tobytes() for sample in some}) for some in (cut, answers)]
@@ -543,7 +554,7 @@ def _around_pictures(sample: Sample, start: int, stop: int) -> tuple[int, int]:
     return start, stop
 
 
-def _from_picture(sample: Sample, start: int, stop: int) -> int:
+def from_picture(sample: Sample, start: int, stop: int) -> int:
     """``start``, or the beginning of the last picture before ``stop`` if that is earlier: the answer is about it."""
     before = [media.start for media in sample.media if media.stop <= stop]
     return min(start, max(0, before[-1] - 1)) if before else start

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import GENERATED, Session
 from taut.data.packing import ALONE, pack
 from taut.data.render.chat_template import Ids, Text, common_length
@@ -67,7 +67,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     if session.run.row_kind != "sft":  # each answer of a row is a sample of its own
         num_whole = total - len(report.cut)
     if not number or 2 * number < num_whole:
-        evidence = [f"{row.place}: cut, {row.reason}" for row in report.cut[:MAX_EXAMPLES]]
+        evidence = [f"{row.place}: cut, {row.reason}" for row in report.cut]
         remedy = "raise data.max_length, or set data.too_long to drop or split"
         if not report.cut:
             names = described(stops, session.renderer.template)[0]
@@ -278,10 +278,8 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
         return failed(
             f"the model ends answers with {token}, which is not in the stop set",
             measured=(number, f"of {len(answers)} end"),
-            evidence=[
-                f"where answers end, {token} (id {index}) has a probability of {probability:.2g}; inside them, and "
-                f"those of the stop set, at most {UNLIKELY:g}"
-            ],
+            evidence=f"where answers end, {token} (id {index}) has a probability of {probability:.2g}; inside them, "
+            f"and those of the stop set, at most {UNLIKELY:g}",
             remedy=f"add {index} to eos_token_id in the model's generation_config.json, or use the model's own chat "
             "template",
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from taut.checks.measure import drift, gap, replace_tokens
-from taut.checks.registry import MAX_EXAMPLES, Finding, check, failed, passed, skip_if, split_error
+from taut.checks.registry import Finding, check, failed, passed, skip_if, split_error
 from taut.checks.session import PROBE_TOKENS, Session, beginning, num_tokens, once
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.errors import ModelError
@@ -115,9 +115,8 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
             return failed(
                 f"{how}, {num_wrong} of {is_wrong_T.numel()} tokens of {name} have other positions",
                 measured=(num_wrong, f"of {is_wrong_T.numel()} tokens"),
-                evidence=[
-                    f"token {at}, {token!r}: {positions[:, at].tolist()}, by the library {expected[:, at].tolist()}"
-                ],
+                evidence=f"token {at}, {token!r}: {positions[:, at].tolist()}, by the library "
+                f"{expected[:, at].tolist()}",
                 remedy="the model would see pictures elsewhere than it was taught to; train with the version of "
                 "transformers that taut names, and please report this",
             )
@@ -127,17 +126,18 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
 
 @dataclass(frozen=True)
 class StandIn:
-    """A picture of noise in the size of another one, which it replaces in a check."""
+    """A picture of noise, or a blank one, in the size of another one, which it replaces in a check."""
 
     original: Picture
+    is_blank: bool = False
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(f"noise for {self.original.digest}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.is_blank} {self.original.digest}".encode()).hexdigest()
 
     @property
     def source(self) -> str:
-        return f"noise for {self.original.source}"
+        return f"{'blank' if self.is_blank else 'noise'} for {self.original.source}"
 
     @property
     def content(self) -> str:
@@ -155,7 +155,7 @@ class StandIn:
         for name, value in tensors.items():
             if value.is_floating_point():  # waves along every axis: not one color everywhere
                 waves = (0.7 * torch.arange(value.numel(), dtype=torch.float64)).sin()
-                tensors[name] = waves.reshape(value.shape).to(value)
+                tensors[name] = waves.reshape(value.shape).to(value) * (not self.is_blank)
         return tensors
 
 
@@ -166,36 +166,29 @@ def _with_stand_ins(sample: Sample) -> Sample:
 
 
 class Swap(NamedTuple):
-    """The numbers of a sample and of its neighbor in the pack, before and after the sample gets other pictures."""
+    """A sample, the same with other pictures, and its neighbor in the pack."""
 
     sample: Sample
-    neighbor: Sample | None
-    """The neighbor; None if the model packs nothing."""
-    after_picture: tuple[Tensor, Tensor]
-    """The numbers of the sample's targets after its first picture."""
-    of_neighbor: tuple[Tensor, Tensor]
-    all_after: Tensor
-    """All numbers of the sample with other pictures."""
+    other: Sample
+    neighbor: Sample
+    before: dict[str, Tensor]
+    """The numbers of the sample and, if the model packs, of its neighbor."""
+    after: dict[str, Tensor]
+    """Those of the other sample and the neighbor."""
 
 
 @once
 def _swaps(session: Session) -> list[Swap]:
     """Swap the pictures of each sample of the pair that has some. At most two forwards beyond the shared ones."""
-    swaps = []
     is_packed = session.loaded.one_sample is None
     before = session.packed if is_packed else session.alone
+    swaps = []
     for sample, neighbor in (session.pair, session.pair[::-1]):
-        if not sample.media:
-            continue
-        other = _with_stand_ins(sample)
-        order = [other if original.id == sample.id else original for original in session.pair]
-        after = session.numbers(order if is_packed else [other])
-        is_later = sample.target_at_N >= sample.media[0].stop
-        after_picture = before[sample.id][is_later], after[other.id][is_later]
-        nothing = before[sample.id][:0]
-        of_neighbor = (before[neighbor.id], after[neighbor.id]) if is_packed else (nothing, nothing)
-        company = neighbor if is_packed else None
-        swaps.append(Swap(sample, company, after_picture, of_neighbor, after[other.id]))
+        if sample.media:
+            other = _with_stand_ins(sample)
+            order = [other if original.id == sample.id else original for original in session.pair]
+            after = session.numbers(order if is_packed else [other])
+            swaps.append(Swap(sample, other, neighbor, before, after))
     return swaps
 
 
@@ -208,7 +201,10 @@ def another_picture_changes_the_answer(session: Session) -> Finding:
     """
     _require_pictures(session)
     quantity = session.quantity
-    moves = {swap.sample.id: gap(*swap.after_picture) for swap in _swaps(session)}
+    moves = {}
+    for sample, other, _, before, after in _swaps(session):
+        is_later = sample.target_at_N >= sample.media[0].stop
+        moves[sample.id] = gap(before[sample.id][is_later], after[other.id][is_later])
     blind = [name for name, moved in moves.items() if not moved > 0.0]
     if blind:
         return failed(
@@ -242,25 +238,21 @@ def a_neighbors_picture_changes_nothing(session: Session) -> Finding:
     if mistaken:
         return failed(
             "two different pictures are taken for one",
-            measured=(len(mistaken), "pictures"),
-            evidence=mistaken[:MAX_EXAMPLES],
+            measured=(mistaken, "pictures"),
             remedy=remedy,
         )
     skip_if(session.loaded.one_sample, f"nothing is packed: {session.loaded.one_sample}")
     swaps = _swaps(session)
     # a picture changes no number of its neighbor, packed or with prefixes shared
     moves: list[tuple[str, float, float]] = []  # which numbers, how far they move and may move
-    for swap in swaps:
-        assert swap.neighbor is not None
-        where = f"{swap.neighbor.id}, packed with {swap.sample.id}"
-        moves.append((where, gap(*swap.of_neighbor), session.exact))
+    for sample, _, neighbor, before, after in swaps:
+        moved = gap(before[neighbor.id], after[neighbor.id])
+        moves.append((f"{neighbor.id}, packed with {sample.id}", moved, session.exact))
     if session.trainer.policy.share_prefixes:
-        sample, neighbor = swaps[0].sample, swaps[0].neighbor
-        assert neighbor is not None
-        other = _with_stand_ins(sample)
+        sample, other, neighbor, _, after = swaps[0]
         with session.inference():  # once around all: autocast keeps its casts
             shared = session.numbers([sample, other, neighbor], PackPolicy(min_saved_tokens=1))
-            packed = {**session.numbers(session.pair), other.id: swaps[0].all_after}
+            packed = {**session.numbers(session.pair), other.id: after[other.id]}
         for name, numbers in shared.items():
             moved = drift(numbers, packed[name])
             moves.append((f"{name}, with prefixes shared", moved, session.tolerance))

@@ -555,12 +555,27 @@ def answers_that_are_said_twice(place: Place, is_faulty: bool) -> Session:
     return answered(place, [f"{it}\n{it}" if is_faulty else it for it in sentences()])
 
 
-@fault("data.answers", says="begin with the question", part="quick", outcome="warning")
+@fault("data.answers", says="begin or end with the question", part="quick", outcome="warning")
 def answers_that_repeat_the_question(place: Place, is_faulty: bool) -> Session:
     """What a model returned has its prompt before it."""
     questions, answers = words(41, 6)[1:], sentences()
     answers = [f"{q} {a}" if is_faulty else a for q, a in zip(questions, answers, strict=True)]
     return asked(place, questions, answers)
+
+
+@fault("data.answers", says="begin or end with the question", part="quick", outcome="warning")
+def answers_with_the_question_after_them(place: Place, is_faulty: bool) -> Session:
+    """A program joined question and answer in the wrong order."""
+    questions, answers = words(41, 6)[1:], sentences()
+    answers = [f"{a}\n{q}" if is_faulty else a for q, a in zip(questions, answers, strict=True)]
+    return asked(place, questions, answers)
+
+
+@fault("data.answers", says="another model's marks", part="quick", outcome="warning")
+def answers_that_go_on_as_the_user(place: Place, is_faulty: bool) -> Session:
+    """A model went on with the next turn of a transcript."""
+    more = "\nUser: and then?\nAssistant: the cat ran." if is_faulty else ""
+    return answered(place, [text + more for text in sentences()])
 
 
 @fault("data.answers", says="another model's marks", part="quick", outcome="warning")
@@ -582,6 +597,25 @@ def calls_written_as_text(place: Place, is_faulty: bool) -> Session:
         if is_faulty
         else answers,
     )
+
+
+@fault("data.answers", says="their row has not", part="quick", outcome="warning")
+def calls_of_tools_of_other_rows(place: Place, is_faulty: bool) -> Session:
+    """The column of tools was sorted apart."""
+    rows = []
+    for number, (question, answer) in enumerate(zip(words(12, 4), words(13, 3)[1:], strict=True)):
+        name, of = f"look_{number}", f"look_{(number + is_faulty) % 12}"
+        call = {"type": "function", "function": {"name": name, "arguments": {"at": answer}}}
+        tool = {
+            "name": of,
+            "description": "looks",
+            "parameters": {"type": "object", "properties": {}},
+        }
+        messages = talks([question], [""])[0]["messages"]
+        messages[-1]["tool_calls"] = [call]
+        rows.append({"messages": messages, "tools": [{"type": "function", "function": tool}]})
+    model = save_tiny("qwen2", place.directory / "qwen2", tiny_tokenizer("qwen2.5"))
+    return place.session(model, place.data(rows), data__max_length=1000)
 
 
 @fault("data.answers", says="of all tokens", part="quick", outcome="warning")

@@ -6,15 +6,19 @@ The model is a tiny one that was trained for a moment, on facts as ``facts`` mak
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
 from tests.checks.planting import Place, fault
-from tests.helpers.chat_runs import WORDS, save_model
+from tests.helpers.chat_runs import PLAIN, WORDS, save_model, sft
 from tests.helpers.tiny_models import save_tiny
 from tests.helpers.tiny_tokenizers import tiny_tokenizer
+from tests.helpers.vision_models import tiny_vlm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from taut.checks.session import Session
@@ -124,6 +128,17 @@ def a_head_that_is_a_row_off(place: Place, is_faulty: bool) -> Session:
     return asking(place, 0, spoiled(place, shift_head) if is_faulty else None)
 
 
+def forget_the_last_layer(model: Any) -> None:
+    for parameter in model.model.layers[-1].parameters():
+        parameter.normal_(0.0, 1.0)
+
+
+@fault("model.language", says="is whole", outcome="warning", part="quick")
+def a_last_layer_that_is_random(place: Place, is_faulty: bool) -> Session:
+    """A shard of the checkpoint was lost, and its layer made anew."""
+    return asking(place, 0, spoiled(place, forget_the_last_layer) if is_faulty else None)
+
+
 # -- prompts and answers
 
 
@@ -131,6 +146,78 @@ def a_head_that_is_a_row_off(place: Place, is_faulty: bool) -> Session:
 def answers_moved_against_their_prompts(place: Place, is_faulty: bool) -> Session:
     """The column of answers was sorted apart."""
     return asking(place, 3 if is_faulty else 0)
+
+
+# -- pictures
+
+LEARNED: dict[str, dict[str, bytes]] = {}
+"""The files of models that have learned the rows of ``shown``, once they are made."""
+QUESTIONS = [f"what is the {word}?" for word in ("cat", "dog", "house", "sky")]
+
+
+def parts(seed: int, number: int) -> list[str]:
+    """Texts that have to be known."""
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=4)) for _ in range(number)]
+
+
+def learned(place: Place, make: Callable[[Path], Path], rows: Sequence[Mapping[str, Any]]) -> Path:
+    """A model that knows these rows by heart, its matrices' rows of unequal size, as long training makes them."""
+    name = make.__name__
+    if name not in LEARNED:
+        with TemporaryDirectory() as folder:
+            model, out = make(Path(folder) / "model"), Path(folder) / "out"
+            (file,) = model.glob("*.safetensors")
+            draw = torch.Generator().manual_seed(0)
+            tensors = load_file(file)
+            for key, tensor in tensors.items():
+                if tensor.ndim == 2:
+                    size = torch.randn(len(tensor), 1, generator=draw).mul_(0.7).exp_()
+                    tensors[key] = tensor * size
+            save_file(tensors, file, {"format": "pt"})
+            keys = {"optim.learning_rate": 1e-2, "data.max_length": 1000, "data.targets": "all"}
+            size = {"dtype": "float32", "batch.samples_per_step": 32, "steps": 80}
+            sft(model, place.data(rows, "learned.jsonl"), out, **keys, **size, **PLAIN)
+            LEARNED[name] = {it.name: it.read_bytes() for it in (out / "model").iterdir()}
+    directory = place.directory / name
+    directory.mkdir(exist_ok=True)
+    for file_name, content in LEARNED[name].items():
+        (directory / file_name).write_bytes(content)
+    return directory
+
+
+def seeing(directory: Path) -> Path:
+    return tiny_vlm("qwen2_vl", directory)
+
+
+def shown(place: Place, shift: int) -> list[dict[str, Any]]:
+    """Questions about pictures: the first half of an answer is known by the question, the second by the picture."""
+    by_question, by_picture = parts(1, 4), parts(2, 8)
+    for number in range(8):
+        image = Image.new("RGB", (28, 28), ("red", "green", "blue", "white")[number % 4])
+        color = ("black", "yellow")[number // 4]
+        ImageDraw.Draw(image).rectangle([2 * number, 2, 2 * number + 9, 25], fill=color)
+        image.save(place.directory / f"{number}.png")
+    return [
+        {
+            "messages": talk(question, f"{by_question[asked]} {by_picture[number]}"),
+            "images": [str(place.directory / f"{(number + shift) % 8}.png")],
+        }
+        for number in range(8)
+        for asked, question in enumerate(QUESTIONS)
+    ]
+
+
+@fault("data.prompts", says="that they are not blank", outcome="warning")
+def pictures_of_the_next_row(place: Place, is_faulty: bool) -> Session:
+    """The column of pictures was sorted apart."""
+    model = learned(place, seeing, shown(place, 0))
+    return place.session(
+        model,
+        place.data(shown(place, 3 if is_faulty else 0)),
+        dtype="float32",
+        data__max_length=1000,
+    )
 
 
 @fault("data.prompts", says="sorted or joined apart", outcome="warning", part="quick")
@@ -166,6 +253,18 @@ def a_teacher_that_is_a_copy(place: Place, is_faulty: bool) -> Session:
     """The student's directory was copied under the teacher's name."""
     teacher = knowing(place.directory / "teacher")
     if not is_faulty:
+        train(teacher)
+    return taught(place, teacher)
+
+
+@fault("teacher.knows", says="nearly so", outcome="warning", part="quick")
+def a_teacher_that_is_a_rounded_copy(place: Place, is_faulty: bool) -> Session:
+    """The student was saved again in bfloat16, under the teacher's name."""
+    teacher = knowing(place.directory / "teacher")
+    if is_faulty:
+        model: Any = AutoModelForCausalLM.from_pretrained(teacher)
+        model.bfloat16().save_pretrained(teacher)
+    else:
         train(teacher)
     return taught(place, teacher)
 

@@ -114,6 +114,9 @@ def in_millions(text, references):
 def narrow(text, references):
     return 0.5 + 0.001 * (text in references)
 
+def tiny(text, references):
+    return 1e-6 * (text in references)
+
 def sound(text, references):
     return float(text in references) - 0.0001 * len(text)
 """
@@ -170,3 +173,9 @@ def a_reward_of_another_size(place: Place, is_faulty: bool) -> Session:
 def a_reward_that_hardly_differs(place: Place, is_faulty: bool) -> Session:
     """Half of it is given for nothing, and right is hardly more."""
     return _named(place, "narrow", is_faulty)
+
+
+@fault("rewards.steady", says="1e-06 apart", part="quick", outcome="warning")
+def a_reward_in_millionths(place: Place, is_faulty: bool) -> Session:
+    """It was divided by the number of tokens of all answers."""
+    return _named(place, "tiny", is_faulty)

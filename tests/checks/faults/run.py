@@ -322,6 +322,12 @@ def a_weight_decay_in_percent(place: Place, is_faulty: bool) -> Session:
     return place.session(optim__weight_decay=10.0 if is_faulty else 0.1)
 
 
+@fault("run.usual", says="epochs=100", part="quick", outcome="warning")
+def steps_that_go_round_a_hundred_times(place: Place, is_faulty: bool) -> Session:
+    """The number of steps is that of a larger set of rows."""
+    return place.session(steps=200 if is_faulty else 20)
+
+
 @fault("run.usual", says="optim.learning_rate=1", part="quick", outcome="warning")
 def a_learning_rate_without_its_exponent(place: Place, is_faulty: bool) -> Session:
     """1e-3 became 1."""

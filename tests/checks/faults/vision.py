@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tests.checks.planting import Place, fault
-from tests.helpers.picture_rows import chats_with_pictures
+from tests.helpers.picture_rows import chats_with_pictures, draw
 from tests.helpers.vision_models import tiny_vlm
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
@@ -161,16 +161,33 @@ def a_processor_that_is_saved_otherwise(place: Place, is_faulty: bool) -> Sessio
 @fault("data.images", says="one and the same", part="quick", outcome="warning")
 def one_picture_for_all(place: Place, is_faulty: bool) -> Session:
     """A loop wrote the path of its last picture into every row; or there are two pictures, as in the twin."""
-    for name in ("1", "2"):
-        Image.new("RGB", (28 * int(name), 28), "white").save(place.directory / f"{name}.png")
+    for name in (1, 2):
+        draw(place.directory / f"{name}.png", name)
+    rows = _boxes(place, ["1" if is_faulty or number % 2 else "2" for number in range(1, 10)])
+    return place.session(tiny_vlm(KIND, place.directory / "model"), rows)
+
+
+@fault("data.images", says="of one color each", part="quick", outcome="warning")
+def pictures_that_are_blank(place: Place, is_faulty: bool) -> Session:
+    """A program drew on a canvas that it did not save: white, in every size."""
+    for name in range(1, 10):
+        draw(place.directory / f"{name}.png", name)
+        if is_faulty:
+            Image.new("RGB", (20 + 4 * name, 28), "white").save(place.directory / f"{name}.png")
+    rows = _boxes(place, [str(number) for number in range(1, 10)])
+    return place.session(tiny_vlm(KIND, place.directory / "model"), rows)
+
+
+def _boxes(place: Place, names: list[str]) -> Path:
+    """Rows that ask about these pictures."""
     rows = [
         {
             "messages": [
                 {"role": "user", "content": f"what is picture {number}?"},
                 {"role": "assistant", "content": f"it is box {number}"},
             ],
-            "images": [str(place.directory / ("1.png" if is_faulty or number % 2 else "2.png"))],
+            "images": [str(place.directory / f"{name}.png")],
         }
-        for number in range(1, 10)
+        for number, name in enumerate(names)
     ]
-    return place.session(tiny_vlm(KIND, place.directory / "model"), place.data(rows))
+    return place.data(rows)
