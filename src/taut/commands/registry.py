@@ -63,15 +63,6 @@ TITLES = (TRAINING, LOOK, LAUNCH, DATA, USE, SAVE, HERE)
 """Titles of ``taut --help``, in order; titles from other packages follow."""
 
 CORE = {
-    "teach": Command(
-        "MODEL data.train=FILE out=FILE",
-        "write a teacher's top logprobs to a file, for distill",
-        "taut.commands.teach:run",
-        "taut.commands.settings:Teach",
-        group=TRAINING,
-        alone=("model",),
-        result="taut.commands.teach:teach",
-    ),
     "show": Command(
         "[RUN.toml | RUN.yaml] [key=value ...]",
         "print the configuration and which tokens are targets; of a run (--step N RUN) a step",
@@ -150,24 +141,6 @@ CORE = {
         group=USE,
         alone=("model",),
         result="taut.commands.evaluate:evaluate",
-    ),
-    "score": Command(
-        "MODEL data=FILE out=FILE",
-        "score a file of answers with a reward model, as JSONL",
-        "taut.commands.score:run",
-        "taut.commands.settings:Score",
-        group=USE,
-        alone=("model",),
-        result="taut.commands.score:score",
-    ),
-    "chat": Command(
-        "MODEL",
-        "chat with a model in the terminal",
-        "taut.commands.chat:run",
-        "taut.commands.settings:Chat",
-        group=USE,
-        alone=("model",),
-        result="taut.commands.chat:Conversation",
     ),
     "verify": Command(
         "MODEL [--engine server --urls URL]",

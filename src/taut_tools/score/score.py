@@ -30,7 +30,6 @@ from taut.commands.reading import (
     source_of,
     write_errors,
 )
-from taut.commands.settings import Score
 from taut.config import Decision, home_path
 from taut.data.read.sources import open_source
 from taut.data.render.render import Incident, faults_of_pictures
@@ -60,6 +59,7 @@ from taut.io.console import counted
 from taut.io.notebook import html_table
 from taut.io.terminal import Terminal
 from taut.types import FloatArray, Sample
+from taut_tools.score.settings import Score
 
 PAIR = ("chosen", "rejected")
 CHUNK_ROWS = 2048
