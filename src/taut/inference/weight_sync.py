@@ -684,29 +684,14 @@ def how_to_start(name: str, backend: str | None = None) -> str:
     serve = f"vllm serve DIR --served-model-name {name} {PROCESSED} --host 127.0.0.1"
     if backend is not None:
         variables, option = options(backend)
-        return f"start it with {variables}{_full_weights()} {serve} {EXTENSION} {option} (docs/weights.md)"
+        return f"start it with {variables}{full_weights()} {serve} {EXTENSION} {option} (docs/weights.md)"
     return (
-        f"start it with {_full_weights()} {serve} {EXTENSION}; for adapters alone {LOADS_ADAPTERS} {serve} "
+        f"start it with {full_weights()} {serve} {EXTENSION}; for adapters alone {LOADS_ADAPTERS} {serve} "
         f"{adapters_of('RANK')} (docs/weights.md)"
     )
 
 
-def serve_command(model: str, rank: int, gpus: int) -> str:
-    """The shell command of a server that takes every weight, and adapters of a rank above 0. {host} and {port} stand
-    for where it listens.
-    """
-    words = [
-        _full_weights(),
-        *([LOADS_ADAPTERS] if rank else []),
-        f"vllm serve {shlex.quote(model)} --served-model-name policy --host {{host}} --port {{port}}",
-        f"{EXTENSION} {PROCESSED}",
-        *([adapters_of(rank)] if rank else []),
-        *([f"--tensor-parallel-size {gpus}"] if gpus > 1 else []),
-    ]
-    return " ".join(words)
-
-
-def _full_weights() -> str:
+def full_weights() -> str:
     """Variables of a server that takes every weight."""
     place = Path(worker_package.__file__).parent
     return f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(place))}"
