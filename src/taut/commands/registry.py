@@ -116,14 +116,6 @@ CORE = {
         many="directories",
         extras=(),
     ),
-    "rollouts": Command(
-        "RUN [step=N] [sort=reward]",
-        "print the rollouts of a step, with their rewards",
-        "taut.commands.rollouts:run",
-        "taut.commands.settings:Rollouts",
-        group=LOOK,
-        alone=("out",),
-    ),
     "generate": Command(
         "MODEL prompts=FILE out=FILE",
         "generate completions of a file of prompts, as JSONL",
@@ -177,13 +169,6 @@ CORE = {
         group=HERE,
         alone=("shell",),
         extras=(),
-    ),
-    "show--step": Command(
-        "--step N RUN",
-        "print the samples of a step with the losses that a run recorded",
-        "taut.commands.show_step:run",
-        "taut.commands.settings:ShowStep",
-        alone=("out",),
     ),
     "check--cluster": Command(
         "--cluster [RUN.toml | RUN.yaml] [key=value ...] [--json]",
