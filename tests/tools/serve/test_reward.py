@@ -15,7 +15,7 @@ import httpx2
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
-from tests.unit.commands.test_score import END, chat, messages, save_reward, theirs
+from tests.tools.score.test_score import END, chat, messages, save_reward, theirs
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, EngineError, NonFiniteError, OutOfMemory

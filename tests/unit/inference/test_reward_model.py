@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.chat_runs import save_model
 from tests.helpers.refusals import ErrorCode, refused
 from tests.helpers.tiny_tokenizers import tiny_tokenizer
-from tests.unit.commands.test_score import chat, messages, save_reward, theirs
+from tests.tools.score.test_score import chat, messages, save_reward, theirs
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from taut.config import fields_of, from_mapping
