@@ -316,9 +316,12 @@ class WeightSync:
         under_way = ranks.gather({server.url: +server.models for server in self.pool.servers})
         if ranks.is_writer:
             for server in self.pool.in_use:
-                self._unload(
-                    server, {name for named in under_way for name in named.get(server.url, ())}
-                )
+                adapters = self._adapters[server]
+                named = {name for rank in under_way for name in rank.get(server.url, ())}
+                for name in [it for it in adapters if it not in {*named, server.serving.model}]:
+                    del adapters[name]
+                    if server.vllm.serves(name):
+                        server.vllm.unload_adapter(name)
             assert self._folder is not None and self._last is not None
             kept = {folder for named in self._adapters.values() for folder in named.values()}
             last = {self._last.folder} if self._last.folder is not None else set()
@@ -643,15 +646,6 @@ class WeightSync:
             self.restarts += 1
             if self.is_asleep:
                 server.vllm.sleep()
-
-    def _unload(self, server: Server, in_use: set[str]) -> None:
-        """Unload the adapters that neither new requests name nor those under way."""
-        adapters = self._adapters[server]
-        for name in [*adapters]:
-            if name != server.serving.model and name not in in_use:
-                del adapters[name]
-                if server.vllm.serves(name):
-                    server.vllm.unload_adapter(name)
 
 
 def _transfers(server: Server) -> TransferServer:
