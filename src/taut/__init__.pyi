@@ -7,21 +7,15 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
 from taut import data as data
 from taut.checks.examine import Examination
-from taut.commands.chat import Conversation
 from taut.commands.evaluate import Evaluated
 from taut.commands.generate import Generated
 from taut.commands.merge import Merged
 from taut.commands.plan import Planned
 from taut.commands.runs import RunList
-from taut.commands.score import Scored
-from taut.commands.settings import Chat
 from taut.commands.settings import Evaluate
 from taut.commands.settings import Generate
 from taut.commands.settings import Merge
-from taut.commands.settings import Score
-from taut.commands.settings import Teach
 from taut.commands.settings import Verify
-from taut.commands.teach import Taught
 from taut.commands.verify import Finding
 from taut.errors import AttentionError as AttentionError
 from taut.errors import CheckFailed as CheckFailed
@@ -35,9 +29,15 @@ from taut.errors import RenderError as RenderError
 from taut.errors import TautError as TautError
 from taut.methods.method import RunConfig as Run
 from taut.run.ending import Result as Result
+from taut_tools.chat.chat import Conversation
+from taut_tools.chat.settings import Chat
 from taut_tools.export.push import Pushed
 from taut_tools.export.settings import Export
 from taut_tools.export.settings import Push
+from taut_tools.score.score import Scored
+from taut_tools.score.settings import Score
+from taut_tools.teach.settings import Teach
+from taut_tools.teach.teach import Taught
 
 __version__: str
 __all__ = ["AttentionError", "CheckFailed", "ConfigError", "DataError", "DivergenceError", "ModelError", "NonFiniteError", "OutputError", "RenderError", "Result", "Run", "TautError", "__version__", "chat", "check", "data", "evaluate", "export", "generate", "merge", "plan", "push", "resume", "runs", "score", "show", "teach", "verify", "sft", "reward", "dpo", "kto", "orpo", "simpo", "cpo", "distill", "grpo", "ppo", "online_dpo", "best_of_n", "gkd"]

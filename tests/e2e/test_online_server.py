@@ -20,7 +20,7 @@ from tests.helpers.fake_vllm import Body, Fault
 from tests.helpers.fake_weight_sync import PARTS, tiny
 from tests.helpers.online_runs import keys_of, questions, train
 from tests.helpers.sampling_server import SamplingServer
-from tests.unit.commands.test_score import save_reward
+from tests.tools.score.test_score import save_reward
 from transformers import AutoModelForCausalLM
 
 from taut.errors import CheckFailed, EngineError, Interrupted

@@ -10,7 +10,7 @@ from tests.helpers.chat_runs import column, events, largest_difference, weights,
 from tests.helpers.forked_processes import run
 from tests.helpers.online_runs import keys_of, questions, save_models
 from tests.invariants.test_ranks import PROGRAM
-from tests.unit.commands.test_score import save_reward
+from tests.tools.score.test_score import save_reward
 
 from taut.models.settings import NewHead
 from taut.run.recorded import Recorded

@@ -79,7 +79,7 @@ __all__ = ["GuessTaskset"]
 
 def played(name: str, options: dict[str, Any], script: Callable[[int], str]) -> Trajectory:
     """The trajectory of an environment's first task."""
-    from taut.rl.environments.verifiers import rows
+    from taut_tools.adapters.verifiers import rows
 
     (made,) = rows(name, 1, **options)
     renderer = renderer_of()

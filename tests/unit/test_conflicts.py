@@ -10,6 +10,7 @@ from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
+from tests.helpers import all_rewards
 from tests.helpers.all_commands import ALL
 
 from taut.cli import config_class
@@ -28,7 +29,6 @@ from taut.conflicts import (
 )
 from taut.errors import ConfigError, OutOfMemory, TautError
 from taut.methods import METHODS
-from taut.rewards.registry import REWARDS
 from taut.rewards.settings import RewardSpec
 
 # -- the sentences, one of each kind
@@ -334,7 +334,7 @@ def tables() -> Iterator[type[Any]]:
     for command in ALL.values():
         if command.config is not None:
             visit(config_class(command))
-    for cls in (*METHODS.values(), *REWARDS.values()):
+    for cls in (*METHODS.values(), *all_rewards.ALL.values()):
         visit(cls)
     yield from seen
 

@@ -63,15 +63,6 @@ TITLES = (TRAINING, LOOK, LAUNCH, DATA, USE, SAVE, HERE)
 """Titles of ``taut --help``, in order; titles from other packages follow."""
 
 CORE = {
-    "teach": Command(
-        "MODEL data.train=FILE out=FILE",
-        "write a teacher's top logprobs to a file, for distill",
-        "taut.commands.teach:run",
-        "taut.commands.settings:Teach",
-        group=TRAINING,
-        alone=("model",),
-        result="taut.commands.teach:teach",
-    ),
     "show": Command(
         "[RUN.toml | RUN.yaml] [key=value ...]",
         "print the configuration and which tokens are targets; of a run (--step N RUN) a step",
@@ -125,14 +116,6 @@ CORE = {
         many="directories",
         extras=(),
     ),
-    "rollouts": Command(
-        "RUN [step=N] [sort=reward]",
-        "print the rollouts of a step, with their rewards",
-        "taut.commands.rollouts:run",
-        "taut.commands.settings:Rollouts",
-        group=LOOK,
-        alone=("out",),
-    ),
     "generate": Command(
         "MODEL prompts=FILE out=FILE",
         "generate completions of a file of prompts, as JSONL",
@@ -150,24 +133,6 @@ CORE = {
         group=USE,
         alone=("model",),
         result="taut.commands.evaluate:evaluate",
-    ),
-    "score": Command(
-        "MODEL data=FILE out=FILE",
-        "score a file of answers with a reward model, as JSONL",
-        "taut.commands.score:run",
-        "taut.commands.settings:Score",
-        group=USE,
-        alone=("model",),
-        result="taut.commands.score:score",
-    ),
-    "chat": Command(
-        "MODEL",
-        "chat with a model in the terminal",
-        "taut.commands.chat:run",
-        "taut.commands.settings:Chat",
-        group=USE,
-        alone=("model",),
-        result="taut.commands.chat:Conversation",
     ),
     "verify": Command(
         "MODEL [--engine server --urls URL]",
@@ -204,13 +169,6 @@ CORE = {
         group=HERE,
         alone=("shell",),
         extras=(),
-    ),
-    "show--step": Command(
-        "--step N RUN",
-        "print the samples of a step with the losses that a run recorded",
-        "taut.commands.show_step:run",
-        "taut.commands.settings:ShowStep",
-        alone=("out",),
     ),
     "check--cluster": Command(
         "--cluster [RUN.toml | RUN.yaml] [key=value ...] [--json]",

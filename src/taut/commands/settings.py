@@ -7,16 +7,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from taut.config import Code, ComputeDtype, configclass
+from taut.config import Code, configclass
 from taut.conflicts import conflict
 from taut.data.read.folder import is_folder
 from taut.data.settings import DataConfig, Format, Source
 from taut.evals.settings import ContractConfig, EvalSampling
-from taut.inference.settings import ConversationConfig, JudgeUse, ModelUse, Sampling
+from taut.inference.settings import ModelUse, Sampling
 from taut.methods.method import RunConfig
-from taut.models.settings import CpuMatmulSetting
 from taut.rewards.settings import RewardSpec
-from taut.vision.settings import OF_ROWS
 
 
 @configclass
@@ -35,34 +33,6 @@ class RowSettings:
     """A system message put in front of conversations that have none; a row's own takes precedence."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of rows to read."""
-
-
-@configclass
-class ChatSampling(Sampling):
-    """Sampling of answers."""
-
-    max_new_tokens: Annotated[int, Field(ge=1)] = 1024
-    """Maximum tokens of an answer."""
-    temperature: Annotated[float, Field(ge=0)] = 0.7
-    """Sampling temperature. 0: greedy."""
-
-    rules: ClassVar[str] = """
-        n!=1 unread: a chat has one answer
-    """
-
-
-@configclass
-class Chat(ModelUse):
-    """A conversation in the terminal."""
-
-    system: str | None = None
-    """The system message."""
-    sampling: ChatSampling = field(default_factory=ChatSampling)
-    local: ConversationConfig = field(default_factory=ConversationConfig)
-
-    rules: ClassVar[str] = f"""
-        {" ".join(f"images.{name}" for name in OF_ROWS)} unread: a chat has no files of rows
-    """
 
 
 @configclass
@@ -209,52 +179,6 @@ class Plan(Planning, RunConfig):
 
 
 @configclass
-class Score(RowSettings, JudgeUse):
-    """A reward model's scores of a file of answers."""
-
-    data: str | Source
-    """A .jsonl, .json, .csv, .tsv or .parquet file, or a Hugging Face data set: rows with one answer or several."""
-    out: str | None = None
-    """The JSONL file to write; it must not exist, unless overwrite. If not set, only the summary is printed."""
-    kind: Literal["auto", "answer", "preference", "stepwise"] = "auto"
-    """Content of the rows: one answer, several to one prompt, or one in steps; auto recognizes it by the first row."""
-    step_separator: str = "\n"
-    """Text between the steps of an answer."""
-    overwrite: bool = False
-    """Replace an existing file."""
-    json: bool = False
-    """Print only the summary, as JSON."""
-
-
-@configclass
-class Teach:
-    """A teacher's top logprobs of a data set."""
-
-    model: str
-    """Directory (or hub name) of the teacher."""
-    data: DataConfig
-    out: str
-    """The JSONL file to write; it must not exist."""
-    student: str | None = None
-    """The student model, whose tokenizer and template render the samples. Defaults to the teacher."""
-    top: Annotated[int, Field(ge=1)] = 32
-    """Number of tokens listed per target."""
-    tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
-    """Maximum tokens computed at a time; a longer sample is computed alone."""
-    dtype: ComputeDtype | None = None
-    """Compute dtype. Defaults to bfloat16 if the hardware has it, else float32."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    attention: str = "auto"
-    """Attention backend: auto, reference, varlen or flex; a named backend that is not available is an error."""
-    cpu_matmul: CpuMatmulSetting = "auto"
-    """Library of float32 matrix products on a CPU: auto (the faster one for each kind of product, measured), mkl or
-    onednn."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
-
-
-@configclass
 class Verify(ModelUse):
     """Comparison of a model's behavior with its contract."""
 
@@ -271,33 +195,3 @@ class Verify(ModelUse):
         if isinstance(self.urls, list) and len(self.urls) != 1:
             why = "each server answers for itself"
             raise conflict(self, "urls", why, "expected one; verify them one after another")
-
-
-@configclass
-class Rollouts:
-    """Print the rollouts of a step."""
-
-    out: str
-    """Directory of the run."""
-    step: Annotated[int, Field(ge=1)] | None = None
-    """The first step that trained on them. Defaults to the newest."""
-    prompt: str | None = None
-    """Only the prompt with this id."""
-    sort: Literal["index", "reward", "length"] = "index"
-    """The order of the answers to a prompt: as sampled, best first, or longest first."""
-    groups: Annotated[int, Field(ge=1)] = 4
-    """Number of prompts to print."""
-    json: bool = False
-    """Print the rows as JSON lines, with their tokens and logprobs, in place of a report."""
-
-
-@configclass
-class ShowStep:
-    """Print the samples of a step."""
-
-    out: str
-    """Directory of the run."""
-    step: Annotated[int, Field(ge=1)]
-    """The step."""
-    samples: Annotated[int, Field(ge=0)] = 4
-    """Number of recorded samples whose tokens are printed."""

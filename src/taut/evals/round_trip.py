@@ -24,7 +24,7 @@ are found in one forward, in which each layer is compared with the trained one, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
@@ -278,14 +278,11 @@ class _Merging:
     @contextmanager
     def in_forwards(self) -> Iterator[None]:
         """Let every forward of the reloaded model compute with the merged weights."""
-        handles = [self.reloaded.register_forward_pre_hook(self._begin)]
-        for layer in self._layers:  # after it was read
-            handles.append(layer.register_forward_pre_hook(self._begin_layer))
-        try:
+        with ExitStack() as hooks:
+            hooks.enter_context(self.reloaded.register_forward_pre_hook(self._begin))
+            for layer in self._layers:  # after it was read
+                hooks.enter_context(layer.register_forward_pre_hook(self._begin_layer))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def compared(self) -> Comparison:
         """The result, once a forward has run."""

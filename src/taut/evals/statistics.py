@@ -126,18 +126,3 @@ def calibrate(predicted: FloatArray, seen: FloatArray, low: float = 0.0) -> Cali
             Bin(float(edges[number]), float(edges[number + 1]), count, *(means or (None, None)))
         )
     return Calibration(tuple(bins), error)
-
-
-def calibrate_pairs(gaps: FloatArray) -> Calibration:
-    """Calibration of pairs with these differences score(chosen) - score(rejected)."""
-    return calibrate(sigmoid(np.abs(gaps)), wins(gaps), low=0.5)
-
-
-def wins(gaps: FloatArray) -> FloatArray:
-    """1 where the chosen answer has the higher score, 0.5 where both are equal."""
-    return (np.sign(gaps) + 1) / 2
-
-
-def sigmoid(x: FloatArray) -> FloatArray:
-    """1 / (1 + exp(-x)), for any x."""
-    return np.exp(-np.logaddexp(0.0, -x))

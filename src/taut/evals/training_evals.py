@@ -218,14 +218,8 @@ class Best:
         )
 
     def remember(self) -> dict[str, Any]:
-        return {
-            "measured": self.measured,
-            "metric": self.metric,
-            "value": self.value,
-            "step": self.step,
-            "stale": self.stale,
-            "last": self.last,
-        }
+        names = ("measured", "metric", "value", "step", "stale", "last")
+        return {name: getattr(self, name) for name in names}
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
         """Take up where a checkpoint left off, unless something else was measured then or the model is gone."""

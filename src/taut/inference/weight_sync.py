@@ -316,9 +316,12 @@ class WeightSync:
         under_way = ranks.gather({server.url: +server.models for server in self.pool.servers})
         if ranks.is_writer:
             for server in self.pool.in_use:
-                self._unload(
-                    server, {name for named in under_way for name in named.get(server.url, ())}
-                )
+                adapters = self._adapters[server]
+                named = {name for rank in under_way for name in rank.get(server.url, ())}
+                for name in [it for it in adapters if it not in {*named, server.serving.model}]:
+                    del adapters[name]
+                    if server.vllm.serves(name):
+                        server.vllm.unload_adapter(name)
             assert self._folder is not None and self._last is not None
             kept = {folder for named in self._adapters.values() for folder in named.values()}
             last = {self._last.folder} if self._last.folder is not None else set()
@@ -644,15 +647,6 @@ class WeightSync:
             if self.is_asleep:
                 server.vllm.sleep()
 
-    def _unload(self, server: Server, in_use: set[str]) -> None:
-        """Unload the adapters that neither new requests name nor those under way."""
-        adapters = self._adapters[server]
-        for name in [*adapters]:
-            if name != server.serving.model and name not in in_use:
-                del adapters[name]
-                if server.vllm.serves(name):
-                    server.vllm.unload_adapter(name)
-
 
 def _transfers(server: Server) -> TransferServer:
     """A server that takes weights without files."""
@@ -684,29 +678,14 @@ def how_to_start(name: str, backend: str | None = None) -> str:
     serve = f"vllm serve DIR --served-model-name {name} {PROCESSED} --host 127.0.0.1"
     if backend is not None:
         variables, option = options(backend)
-        return f"start it with {variables}{_full_weights()} {serve} {EXTENSION} {option} (docs/serving.md)"
+        return f"start it with {variables}{full_weights()} {serve} {EXTENSION} {option} (docs/serving.md)"
     return (
-        f"start it with {_full_weights()} {serve} {EXTENSION}; for adapters alone {LOADS_ADAPTERS} {serve} "
+        f"start it with {full_weights()} {serve} {EXTENSION}; for adapters alone {LOADS_ADAPTERS} {serve} "
         f"{adapters_of('RANK')} (docs/serving.md)"
     )
 
 
-def serve_command(model: str, rank: int, gpus: int) -> str:
-    """The shell command of a server that takes every weight, and adapters of a rank above 0. {host} and {port} stand
-    for where it listens.
-    """
-    words = [
-        _full_weights(),
-        *([LOADS_ADAPTERS] if rank else []),
-        f"vllm serve {shlex.quote(model)} --served-model-name policy --host {{host}} --port {{port}}",
-        f"{EXTENSION} {PROCESSED}",
-        *([adapters_of(rank)] if rank else []),
-        *([f"--tensor-parallel-size {gpus}"] if gpus > 1 else []),
-    ]
-    return " ".join(words)
-
-
-def _full_weights() -> str:
+def full_weights() -> str:
     """Variables of a server that takes every weight."""
     place = Path(worker_package.__file__).parent
     return f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(place))}"

@@ -57,7 +57,6 @@ ERROR_BYTES = 2**16
 """Bytes that are read of the body of an answer that is no success: it is for a message."""
 COMPRESSED = frozenset({"gzip", "x-gzip", "deflate"})
 PLAIN = frozenset({"", "identity"})
-EVENTS = "text/event-stream"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -491,37 +490,6 @@ async def _body(response: httpx2.Response, max_bytes: int) -> bytes:
                 raise TooLarge(f"more than {most:,} bytes")
             break
     return bytes(content[:most])
-
-
-class _Bounded(httpx2.AsyncByteStream):
-    """A body that ends with an error after so many bytes."""
-
-    def __init__(self, body: httpx2.AsyncByteStream, max_bytes: int) -> None:
-        self._body, self._max_bytes = body, max_bytes
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        num_received = 0
-        async for piece in self._body:
-            num_received += len(piece)
-            if num_received > self._max_bytes:
-                raise httpx2.StreamError(f"more than {self._max_bytes:,} bytes, uncompressed")
-            yield piece
-
-    async def aclose(self) -> None:
-        await self._body.aclose()
-
-
-def bounded(max_bytes: int) -> Callable[[httpx2.Response], Awaitable[None]]:
-    """A hook for another library's client: bodies of more bytes are errors, as are compressed ones. A stream of events
-    may go on; who reads it bounds an event."""
-
-    async def bound(response: httpx2.Response) -> None:
-        is_plain = response.headers.get("content-encoding", "").strip().lower() in PLAIN
-        if not (is_plain and response.headers.get("content-type", "").startswith(EVENTS)):
-            assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = _Bounded(response.stream, max_bytes if is_plain else 0)
-
-    return bound
 
 
 def _redirected(url: httpx2.URL, location: str | None) -> httpx2.URL:

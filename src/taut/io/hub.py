@@ -4,7 +4,6 @@
     hub.explain("org/name", error)        the hub's error for that name in one line; None: no error of the hub's
     hub.pinned("org/name@v2")             the repository, and its commit as the library's argument
     hub.is_pointer(path)                  whether a file is git-lfs's placeholder instead of the file itself
-    hub.read_card("org/name")             what the README.md of a repository, or of a directory, says in its first lines
 
 Left to itself the library asks six times for each file, half a minute in all, before it looks into its cache.
 The library is imported inside functions.
@@ -132,26 +131,6 @@ def is_pointer(path: Path) -> bool:
     """Whether a file is what ``git clone`` leaves of a large file without git-lfs."""
     with path.open("rb") as file:
         return file.read(len(POINTER)) == POINTER
-
-
-def read_card(name: str, kind: str = "model", revision: str | None = None) -> dict[str, Any] | str:
-    """The metadata of a card: of a directory, or of a repository at the hub. A text: why there are none."""
-    import yaml
-    from huggingface_hub import hf_hub_download, metadata_load
-
-    file = Path(name) / "README.md"
-    if not Path(name).is_dir():
-        settle()
-        try:
-            file = Path(hf_hub_download(name, "README.md", repo_type=kind, revision=revision))
-        except (OSError, ValueError) as error:
-            return explain(name, error, kind) or f"{name} has no card that can be read ({error})"
-    if not file.is_file():
-        return "it has no README.md"
-    try:
-        return metadata_load(file) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        return f"its README.md cannot be read: {' '.join(str(error).split())[:200]}"
 
 
 def _failure(endpoint: str) -> str | None:

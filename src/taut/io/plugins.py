@@ -3,8 +3,9 @@
     [project.entry-points."taut.commands"]
     count = "toy:COUNT"
 
-The groups are taut.commands, taut.rewards, taut.tools, taut.environments, taut.sinks, and taut.verify by the suffix of
-a file. A name is read without importing what it stands for; ``load`` imports it. Imports nothing heavy.
+The groups are taut.commands, taut.rewards, taut.tools, taut.environments, taut.sinks, taut.verify by the suffix of a
+file, and taut.adapters by the extra of a library. A name is read without importing what it stands for; ``load`` imports
+it. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from taut.errors import ConfigError
+from taut.io.extras import require
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+ADAPTERS = "taut.adapters"
+"""Objects through which taut uses the library of an extra, by the name of the extra."""
 
 
 @cache
@@ -35,8 +40,12 @@ def names(group: str) -> tuple[str, ...]:
 
 
 def entry_of(group: str, name: str) -> EntryPoint:
-    """Return the entry point of a name in a group. Raises ConfigError for a name that two packages add."""
-    entries = _added(group)[name]
+    """Return the entry point of a name in a group. Raises ConfigError for a name that two packages add, or none."""
+    entries = _added(group).get(name)
+    if entries is None:
+        raise ConfigError(
+            f"{group}: no package adds {name!r}; expected taut to do so; install this version of taut again"
+        )
     owners = sorted({owner_of(entry) for entry in entries})
     if len(owners) > 1:
         raise ConfigError(
@@ -64,3 +73,12 @@ def load(group: str, name: str) -> Any:
             f"{group}: {owner} adds {name!r} as {entry.value}, which cannot be imported ({type(error).__name__}: "
             f"{error}); expected a module with that name; update or uninstall {owner}"
         ) from error
+
+
+def adapter(extra: str, needed_by: str) -> Any:
+    """The object through which taut uses the library of an extra. ``needed_by``: the setting that names it.
+
+    Raises ConfigError where the library is not installed.
+    """
+    require(extra, needed_by)
+    return load(ADAPTERS, extra)

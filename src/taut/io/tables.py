@@ -310,17 +310,6 @@ class TableReader:
                 break
 
 
-def means(
-    batches: Sequence[pa.RecordBatch], by: Sequence[str], column: str
-) -> list[tuple[Any, ...]]:
-    """The mean of a column for each combination of others; those that have none are left out."""
-    if not batches:
-        return []
-    grouped = pa.Table.from_batches(batches).group_by(list(by)).aggregate([(column, "mean")])
-    kept = grouped.filter(pc.field(f"{column}_mean").is_valid())
-    return list(zip(*(kept[name].to_pylist() for name in (*by, f"{column}_mean")), strict=True))
-
-
 def _seal(stream: Path) -> None:
     """Turn a stream into a sealed part."""
     sealed = stream.with_suffix(".parquet")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from taut.methods.settings import STREAM, ReferenceConfig
+from taut.models.scorer import evaluating
 from taut.train import distributed
 from taut.train.trainer import Role
 from taut.types import Packed, Wants
@@ -55,15 +56,12 @@ class Start(nn.Module):
     @contextmanager
     def active(self) -> Iterator[None]:
         """The policy with the tensors of the start."""
-        scorer = self._scorer[0]
-        was_training = scorer.training
-        scorer.eval()
-        self._exchange()
-        try:
-            yield
-        finally:
+        with evaluating(self._scorer[0]):
             self._exchange()
-            scorer.train(was_training)
+            try:
+                yield
+            finally:
+                self._exchange()
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
         scores = self._scorer[0](packed, wants=self._wants)

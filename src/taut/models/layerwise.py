@@ -35,6 +35,7 @@ from transformers.core_model_loading import (
 )
 
 from taut.errors import ModelError
+from taut.io.replaced import replaced
 from taut.models import architecture
 
 
@@ -93,11 +94,8 @@ class StreamedLayers:
             found.missing_keys -= set().union(*names)  # until a layer is read
             return found, index
 
-        library._load_pretrained_model = staticmethod(read_rest)
-        try:
+        with replaced(library, _load_pretrained_model=staticmethod(read_rest)):
             yield
-        finally:
-            library._load_pretrained_model = staticmethod(read)
 
     @torch.no_grad()
     def attach(self, model: PreTrainedModel, device: torch.device) -> None:

@@ -44,6 +44,7 @@ from taut.config import user_path
 from taut.errors import ModelError, TautError
 from taut.io import capabilities, extras, files, hub, progress
 from taut.io.allocator import return_freed_memory
+from taut.io.replaced import replaced
 from taut.models import architecture
 from taut.models.cpu import faster_layers
 from taut.models.experts import narrow_experts, widen_routers
@@ -262,13 +263,9 @@ def _sharded_before_reading(shard: ShardLayers | None) -> Iterator[None]:
     def transpose_part(self: Transpose, *args: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
         return transpose(self, *args, model=_Parts(model), **kwargs)
 
-    library._load_pretrained_model = staticmethod(read_slices)
-    converter.convert = transpose_part
-    try:
+    own_read = replaced(library, _load_pretrained_model=staticmethod(read_slices))
+    with own_read, replaced(converter, convert=transpose_part):
         yield
-    finally:
-        library._load_pretrained_model = staticmethod(read)
-        converter.convert = transpose
 
 
 class _Parts:

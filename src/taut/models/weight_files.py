@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.core_model_loading import revert_weight_conversion
 
 from taut.errors import OutputError
+from taut.io.replaced import replaced
 
 NAMES = {
     torch.float64: "F64",
@@ -157,7 +158,7 @@ def _describing(
 ) -> Iterator[None]:
     """Keep the library from writing inside the block: ``described`` gets the tensors of each file, and its metadata."""
     library: Any = modeling_utils
-    write, revert = library.safe_save_file, library.revert_weight_conversion
+    revert = library.revert_weight_conversion
 
     def describe(tensors: dict[str, Tensor], path: str, metadata: dict[str, str]) -> None:
         described[Path(path).name] = (tensors, metadata)
@@ -166,8 +167,5 @@ def _describing(
         """Each tensor with a size of its own: the library would count a part of a tensor as the whole of it."""
         return {name: torch.empty_like(tensor) for name, tensor in revert(model, state).items()}
 
-    library.safe_save_file, library.revert_weight_conversion = describe, revert_apart
-    try:
+    with replaced(library, safe_save_file=describe, revert_weight_conversion=revert_apart):
         yield
-    finally:
-        library.safe_save_file, library.revert_weight_conversion = write, revert

@@ -19,8 +19,7 @@ backward, when no activations are kept.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +32,7 @@ from transformers import AttentionInterface, PreTrainedConfig, masking_utils
 from taut.attention import varlen
 from taut.attention.layout import Call, Layout
 from taut.errors import ModelError
+from taut.io.replaced import replaced
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.heads import OwnCritic
@@ -291,7 +291,8 @@ def on_fakes(run: RunConfig, scorer: Scorer, act: Callable[[FakeTensorMode], Any
         with (
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             warnings.catch_warnings(),
-            _masks_left_out(),
+            # the library leaves out a mask that hides nothing, as where tensors have contents
+            replaced(masking_utils, is_tracing=lambda _: False),
         ):
             warnings.simplefilter("ignore")
             _to_empty(scorer)
@@ -304,18 +305,6 @@ def on_fakes(run: RunConfig, scorer: Scorer, act: Callable[[FakeTensorMode], Any
             f"model={run.model} cannot be run on tensors without contents: {reason}; expected shapes that do not "
             "depend on its numbers; measure a short run instead"
         ) from error
-
-
-@contextmanager
-def _masks_left_out() -> Iterator[None]:
-    """Let the library leave out a mask that hides nothing, as where tensors have contents."""
-    library: Any = masking_utils
-    own = library.is_tracing
-    library.is_tracing = lambda _: False
-    try:
-        yield
-    finally:
-        library.is_tracing = own
 
 
 def _proxy_loss(run: RunConfig, scorer: Scorer, packed: Packed, allocations: Allocations) -> Any:

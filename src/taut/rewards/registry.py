@@ -1,5 +1,5 @@
 """All rewards by name, and how a configuration names them. A new verifier is a file and a line in ``REWARDS``, or an
-entry point of a package (``taut.rewards``), as the reward ``code`` of taut_tools/sandbox.
+entry point of a package (``taut.rewards``), as ``code`` of taut_tools/sandbox.
 
 rewards = "math"
 rewards = ["exact_match", "own.py:function"]
@@ -22,7 +22,6 @@ from taut.io import plugins
 from taut.io.user_code import added_code, added_files, find_code, named_files
 from taut.rewards.custom import UserReward
 from taut.rewards.format import JsonSchema, Language, Repetition, Tags
-from taut.rewards.gym import Gym
 from taut.rewards.judge import Judge, RewardModel, RewardServer
 from taut.rewards.length import LengthCosine, LengthOverlong, LengthTarget, Stop
 from taut.rewards.maths import Math
@@ -36,7 +35,6 @@ REWARDS: dict[str, type[Verifier]] = {
     "contains": Contains,
     "numeric": Numeric,
     "math": Math,
-    "reasoning_gym": Gym,
     "format": Tags,
     "regex": Regex,
     "json_schema": JsonSchema,

@@ -20,8 +20,8 @@ The class is the user's own Python in this process; untrusted code belongs into 
 Under several ranks whose engine is asked by all, each rank steps its share of the trajectories.
 
 Tools (``environments/tools.py``) are a calculator, functions of packages (Python in the sandbox) and of the user's own,
-and those of MCP servers. Adapters to other libraries' environments are in ``environments``, one file each; a library
-is imported where an environment of it is loaded.
+and those of MCP servers. Adapters to other libraries are in taut_tools/adapters, one file each, which is imported where
+an environment of the library is loaded.
 
 User code runs in threads (``each``), and a thread cannot be ended from outside: a call that does not return in
 time is abandoned and ends with the process.
@@ -47,7 +47,6 @@ from taut.data.rows.prompts import PromptRow
 from taut.data.rows.tool_calls import CallFormat, ToolCall, derive_call_format
 from taut.errors import CheckFailed, ConfigError, DataError, RenderError, UserCodeError
 from taut.io import plugins
-from taut.io.extras import require
 from taut.rewards.verifier import read_number
 from taut.rl.environments.agent import GRACE, Agents
 from taut.rl.environments.chat_endpoint import IGNORED
@@ -315,10 +314,8 @@ def open_environments(
                 spec = name.removeprefix(AGENT)
                 sources[name] = Agents(spec, config.timeout, config=config.agent)
                 continue
-            require("verifiers", f"rollout.environment.name={name}")
-            from taut.rl.environments.verifiers import VerifiersAgent
-
-            agent = VerifiersAgent(name.removeprefix(VERIFIERS), config.options, own)
+            play = plugins.adapter("verifiers", f"rollout.environment.name={name}")
+            agent = play(name.removeprefix(VERIFIERS), config.options, own)
             sources[name] = Agents(name, config.timeout, agent, agent.close, config.agent)
         return _opened(config, sources, renderer, stop_ids, context, ranks, rows, stop, fork)
     except BaseException:
@@ -540,9 +537,7 @@ def _load(name: str, config: EnvironmentConfig, sources: Mapping[str, Kit | Agen
         schemas = tuple(tool.schema for tool in source.functions.values())
         return Kind(partial(ToolEnvironment, source.functions, config.timeout / 2), schemas)
     if name.startswith(GYM):
-        require("gym", f"rollout.environment.name={name}")
-        from taut.rl.environments.gymnasium import load_gymnasium
-
+        load_gymnasium = plugins.adapter("gym", f"rollout.environment.name={name}")
         return Kind(load_gymnasium(name.removeprefix(GYM), config.options))
     found = load_own(name, "rollout.environment.name", "class", ENVIRONMENT_ENTRY_POINTS)
     problem = ""

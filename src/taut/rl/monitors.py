@@ -21,6 +21,7 @@ The state of the monitors goes into checkpoints. All numbers are in events.jsonl
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -468,24 +469,12 @@ class RolloutMonitor:
     remembered: ClassVar[Any] = RolloutMonitorState
 
     def remember(self) -> dict[str, Any]:
-        return {
-            "last": {name: list(values) for name, values in self.last.items()},
-            "first_entropy": list(self.first_entropy),
-            "extremes": list(self.extremes),
-            "first": list(self.first),
-            "recent": list(self.recent),
-            "silent": self.silent,
-            "unrewarded": self.unrewarded,
-            "has_signal": self.has_signal,
-            "told": sorted(self.warned),
-        }
+        names = RolloutMonitorState.__annotations__.keys() - {"told"}
+        kept = {name: copy.deepcopy(value) for name, value in vars(self).items() if name in names}
+        return {**kept, "told": sorted(self.warned)}
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
-        last = remembered.get("last", {})  # older checkpoints have none
-        self.last = {name: list(values) for name, values in last.items()}
-        self.first_entropy = list(remembered.get("first_entropy", ()))
-        self.extremes = list(remembered.get("extremes", ()))
-        self.first, self.recent = list(remembered["first"]), list(remembered["recent"])
-        self.silent, self.warned = int(remembered["silent"]), set(remembered["told"])
-        self.unrewarded = int(remembered.get("unrewarded", 0))  # older checkpoints have none
-        self.has_signal = bool(remembered.get("has_signal", True))
+        kept = copy.deepcopy(dict(remembered))
+        fresh = RolloutMonitor(self.config, self.section, self.ends_remedy, has_signal=True)
+        fresh.warned = set(kept.pop("told"))
+        vars(self).update(vars(fresh) | kept)  # older checkpoints lack some

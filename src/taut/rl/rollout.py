@@ -34,6 +34,7 @@ from taut.config import Decision
 from taut.data.order import Order
 from taut.data.rows.prompts import PromptRow
 from taut.losses.advantages import are_alike
+from taut.models.scorer import evaluating
 from taut.rl.sampler import Trajectory
 from taut.train.trainer import Role, Trainer, on_device, plan_microbatches
 from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants, to_host
@@ -264,13 +265,8 @@ def score_trees(
             return trainer.fit.attempt(partial(act, packed), packed, trees, where)
 
     def policy_and_critic(packed: Packed) -> Scores:
-        was_training = trainer.scorer.training
-        trainer.scorer.eval()
-        try:
-            with trainer.compute():
-                scores: Scores = trainer.scorer(packed, wants=wants)
-        finally:
-            trainer.scorer.train(was_training)
+        with evaluating(trainer.scorer), trainer.compute():
+            scores: Scores = trainer.scorer(packed, wants=wants)
         return scores
 
     # the policy and the critic, then each role

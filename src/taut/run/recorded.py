@@ -76,16 +76,6 @@ class Recorded:
         """The trajectories of a prompt in its newest steps, in order, and the number of steps left out."""
         return self.rollout_table.rows_where("prompt_id", prompt_id, columns, most_steps)
 
-    def mean_rewards(self) -> dict[str, dict[int, float]]:
-        """Prompt -> step -> mean reward, for prompts with a reward."""
-        means: dict[str, dict[int, float]] = {}
-        columns = ["prompt_id", "step", "reward"]
-        read = [batch.select(columns) for batch in self.rollout_table.read(columns)]
-        found = tables.means(read, columns[:2], "reward")
-        for prompt_id, step, mean in sorted(found, key=lambda entry: entry[1]):
-            means.setdefault(prompt_id, {})[step] = mean
-        return means
-
     @cached_property
     def rollout_table(self) -> tables.TableReader:
         return tables.TableReader(self.out / ROLLOUTS)

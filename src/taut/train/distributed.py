@@ -38,6 +38,7 @@ from taut.config import Decision, did_you_mean
 from taut.errors import ConfigError, Interrupted, RankFailed, TautError
 from taut.io import progress, threads
 from taut.io.console import is_first_on_host
+from taut.io.replaced import replaced
 from taut.models import architecture, tensor_parallel
 from taut.train.settings import ParallelConfig
 from taut.train.watch import RECORDED, TIMEOUT, Watch
@@ -430,11 +431,8 @@ def _sharded_layers(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) ->
         return _with_part(before(part.to("meta"), *args, **kwargs), part)
 
     # it would move each part that is read to the mesh's device
-    library.from_local = staticmethod(stay)
-    try:
+    with replaced(library, from_local=staticmethod(stay)):
         yield
-    finally:
-        library.from_local = staticmethod(before)
 
 
 def _shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, whole: set[nn.Parameter]) -> None:

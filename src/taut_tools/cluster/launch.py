@@ -19,7 +19,13 @@ from typing import Generic, TypeVar
 
 from taut.config import fields_of, home_path, load, read_settings, toml, user_path
 from taut.errors import ConfigError
-from taut.inference.weight_sync import serve_command
+from taut.inference.weight_sync import (
+    EXTENSION,
+    LOADS_ADAPTERS,
+    PROCESSED,
+    adapters_of,
+    full_weights,
+)
 from taut.io.temporary import TemporaryFolder
 from taut.methods import command_of
 from taut.methods.method import RunConfig, class_of
@@ -218,7 +224,7 @@ def _servers(launcher: LaunchRay, run: RunConfig) -> list[Servers]:
     kinds = []
     if launcher.servers:
         model = str(home_path(run.model))
-        vllm = serve_command(model, run.lora.saved_rank, launcher.gpus_per_server)
+        vllm = _serve_command(model, run.lora.saved_rank, launcher.gpus_per_server)
         vllm += " --enable-sleep-mode" if launcher.colocate else ""
         command = launcher.server_command.replace("{vllm}", vllm)
         kinds.append(
@@ -252,3 +258,18 @@ def _servers(launcher: LaunchRay, run: RunConfig) -> list[Servers]:
 
 def _key(word: str) -> str:
     return word.partition("=")[0].strip()
+
+
+def _serve_command(model: str, rank: int, gpus: int) -> str:
+    """The shell command of a server that takes every weight, and adapters of a rank above 0. {host} and {port} stand
+    for where it listens.
+    """
+    words = [
+        full_weights(),
+        *([LOADS_ADAPTERS] if rank else []),
+        f"vllm serve {shlex.quote(model)} --served-model-name policy --host {{host}} --port {{port}}",
+        f"{EXTENSION} {PROCESSED}",
+        *([adapters_of(rank)] if rank else []),
+        *([f"--tensor-parallel-size {gpus}"] if gpus > 1 else []),
+    ]
+    return " ".join(words)

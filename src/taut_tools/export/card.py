@@ -151,7 +151,7 @@ def write_plain_card(directory: Path, name: str, base: str | None = None) -> Car
             "base_model: not known; base=OWNER/NAME says which model of the hub it was made from"
         )
     else:
-        found = hub.read_card(base)
+        found = _read_card(base)
     license = {} if isinstance(found, str) else _license(found)
     if not license:
         why = found if isinstance(found, str) else "its card names none"
@@ -207,7 +207,7 @@ def _base(resolved: Mapping[str, Any], named: str | None, untold: list[str]) -> 
         untold.append(
             f"base_model: the run read it from a directory ({model}); base=OWNER/NAME says which model of the hub it is"
         )
-    found = hub.read_card(str(place) if place.is_dir() and cached is None else name or str(place))
+    found = _read_card(str(place) if place.is_dir() and cached is None else name or str(place))
     license = {} if isinstance(found, str) else _license(found)
     if not license:
         why = found if isinstance(found, str) else "its card names none"
@@ -240,7 +240,7 @@ def _data(resolved: Mapping[str, Any], untold: list[str]) -> Iterator[Trained]:
             )
             shown, license = (plain if is_hub else place.name), None
             if is_hub or place.is_dir():
-                card = hub.read_card(
+                card = _read_card(
                     plain if is_hub else str(place), "dataset", source.get("revision")
                 )
                 license = None if isinstance(card, str) else card.get("license")
@@ -506,3 +506,25 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = [[heads[at] for at in kept], ["---"] * len(kept)]
     lines += [[row[at].replace("|", "\\|").replace("\n", " ") for at in kept] for row in rows]
     return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _read_card(name: str, kind: str = "model", revision: str | None = None) -> dict[str, Any] | str:
+    """The metadata of a card: of a directory, or of a repository at the hub. A text: why there are none."""
+    import yaml
+    from huggingface_hub import hf_hub_download, metadata_load
+
+    file = Path(name) / "README.md"
+    if not Path(name).is_dir():
+        hub.settle()
+        try:
+            file = Path(hf_hub_download(name, "README.md", repo_type=kind, revision=revision))
+        except (OSError, ValueError) as error:
+            return (
+                hub.explain(name, error, kind) or f"{name} has no card that can be read ({error})"
+            )
+    if not file.is_file():
+        return "it has no README.md"
+    try:
+        return metadata_load(file) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return f"its README.md cannot be read: {' '.join(str(error).split())[:200]}"

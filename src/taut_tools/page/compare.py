@@ -6,6 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from taut.io.tables import TableReader
 from taut.run.states import settings_of, state_of
 from taut.train.run_dir import dotted
 from taut_tools.page.answers import MOST_NAMES, Answer, Run, Unknown, evaluations, listing
@@ -112,7 +116,7 @@ def _prompts(runs: Sequence[Run]) -> list[Answer]:
     means = []
     for run in runs:
         with run.lock:
-            means.append(run.recorded.mean_rewards())
+            means.append(_mean_rewards(run.recorded.rollout_table))
     common = [i for i in means[0] if all(i in of_run for of_run in means)]
 
     def spread(prompt_id: str) -> float:
@@ -126,3 +130,17 @@ def _prompts(runs: Sequence[Run]) -> list[Answer]:
         rewards = [[of_run[prompt_id].get(step) for step in steps] for of_run in means]
         found.append({"prompt_id": prompt_id, "steps": steps, "rewards": rewards})
     return found
+
+
+def _mean_rewards(table: TableReader) -> dict[str, dict[int, float]]:
+    """Prompt -> step -> mean reward, for prompts with a reward."""
+    columns = ["prompt_id", "step", "reward"]
+    batches = [batch.select(columns) for batch in table.read(columns)]
+    if not batches:
+        return {}
+    grouped = pa.Table.from_batches(batches).group_by(columns[:2]).aggregate([("reward", "mean")])
+    kept = grouped.filter(pc.field("reward_mean").is_valid()).sort_by("step")
+    means: dict[str, dict[int, float]] = {}
+    for row in kept.to_pylist():
+        means.setdefault(row["prompt_id"], {})[row["step"]] = row["reward_mean"]
+    return means

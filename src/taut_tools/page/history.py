@@ -20,12 +20,11 @@ from taut.train.log.events import (
     MEASURED,
     PREFIXES,
     Event,
-    EventTail,
-    event_at,
     measured,
     stands,
 )
 from taut.train.run_dir import EVENTS
+from taut_tools.page.tail import EventTail, event_at
 
 KEPT = ("eval", "best", "warning", "budget", "checkpoint", "resume")
 """Kinds of events that are kept whole."""

@@ -46,12 +46,13 @@ from taut.data.rows.messages import (
 from taut.data.rows.schema import AnyRow, Stepwise
 from taut.errors import ConfigError, DataError, EngineError, OutOfMemory, TautError
 from taut.inference.http_server import App, Guard, Refused, listen, serve
-from taut.inference.reward_model import Batcher, Rendered, as_steps, open_judge
+from taut.inference.reward_model import Rendered, as_steps, open_judge
 from taut.io import files
 from taut.io.temporary import TemporaryFolder
 from taut.io.terminal import Terminal
 from taut.rewards.process_rewards import split_steps
 from taut.vision.content import claimed_pixels
+from taut_tools.serve.batcher import Batcher
 from taut_tools.serve.settings import ServeReward
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 from tests.helpers.chat_runs import column, events
 from tests.helpers.online_runs import keys_of, save_models, train
 from tests.helpers.ray_clusters import LIMIT, NODE, begin, losses_alone, node_of, nodes, serving
-from tests.unit.commands.test_score import save_reward
+from tests.tools.score.test_score import save_reward
 
 from taut.models.settings import NewHead
 

@@ -12,9 +12,10 @@ import pytest
 from tests.helpers.page_runs import lines, resume, start, step, warning, write_run
 
 from taut.errors import DataError
-from taut.train.log.events import EventTail, read_events, scalars
+from taut.train.log.events import read_events, scalars
 from taut_tools.page.curves import bucketed
 from taut_tools.page.history import Column, History
+from taut_tools.page.tail import EventTail
 
 
 def evaluated(number: int, **fields: Any) -> dict[str, Any]:

@@ -18,8 +18,6 @@ from tests.helpers.tiny_tokenizers import save_tokenizer
 from tests.helpers.vision_models import tiny_vlm, vision_tokenizer
 from tests.helpers.vision_processors import save_processor
 
-from taut.commands.score import score
-from taut.commands.settings import Score
 from taut.config import from_mapping
 from taut.errors import PictureError
 from taut.inference.reward_model import Batcher, Judge, open_judge, rater
@@ -31,6 +29,8 @@ from taut.rewards import RewardInput
 from taut.rewards.judge import sent
 from taut.rewards.verifier import Score as Number
 from taut.vision.content import ImageRef
+from taut_tools.score.score import score
+from taut_tools.score.settings import Score
 from taut_tools.serve.reward import build_app
 from taut_tools.serve.settings import ServeReward
 

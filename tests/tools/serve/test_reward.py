@@ -15,15 +15,16 @@ import httpx2
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
-from tests.unit.commands.test_score import END, chat, messages, save_reward, theirs
+from tests.tools.score.test_score import END, chat, messages, save_reward, theirs
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, EngineError, NonFiniteError, OutOfMemory
 from taut.inference.http_server import listen
-from taut.inference.reward_model import Batcher, Busy, Judge, Rendered, open_judge
+from taut.inference.reward_model import Judge, Rendered, open_judge
 from taut.models.settings import NewHead
 from taut.types import FloatArray, Sample
 from taut_tools.serve import reward as command
+from taut_tools.serve.batcher import Batcher, Busy
 from taut_tools.serve.reward import build_app
 from taut_tools.serve.settings import ServeReward
 

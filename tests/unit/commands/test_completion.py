@@ -19,7 +19,7 @@ def offered(*words: str) -> list[str]:
 
 
 def test_commands_keys_and_values() -> None:
-    assert offered("s") == ["sft", "simpo", "show", "score", "schema", "sandbox", "serve-reward"]
+    assert offered("s") == ["sft", "simpo", "show", "schema", "sandbox", "score", "serve-reward"]
     assert {"optim.", "model=", "data."} <= set(offered("sft", ""))
     assert offered("sft", "opt") == ["optim."]
     assert offered("sft", "optim.sch") == ["optim.schedule="]

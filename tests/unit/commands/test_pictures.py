@@ -15,15 +15,16 @@ from tests.helpers.refusals import ErrorCode, refused
 from tests.helpers.scripted_engines import FakeEngine
 from tests.helpers.vision_models import tiny_vlm
 
-from taut.commands.chat import chat
 from taut.commands.evaluate import evaluate
 from taut.commands.generate import generate
-from taut.commands.settings import Chat, Evaluate, Generate
+from taut.commands.settings import Evaluate, Generate
 from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, EngineError, OutputError, PictureError, RenderError
 from taut.inference.factory import OpenEngine, open_engine, open_renderer
 from taut.rewards.judge import RewardModel, pictures_of, sent
 from taut.vision.content import ImageRef
+from taut_tools.chat.chat import chat
+from taut_tools.chat.settings import Chat
 
 GREEDY = {"sampling.max_new_tokens": 3, "sampling.temperature": 0, "dtype": "float64"}
 
@@ -203,8 +204,8 @@ def test_history_keeps_its_pictures(folder: Path) -> None:
     engine = FakeEngine(lambda name, index: "Red.")
     opened = OpenEngine(engine, rendering.renderer, rendering.stops, 512, [])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("taut.commands.chat.LocalEngine", FakeEngine)
-        patch.setattr("taut.commands.chat.Session._stream", plain)
+        patch.setattr("taut_tools.chat.chat.LocalEngine", FakeEngine)
+        patch.setattr("taut_tools.chat.chat.Session._stream", plain)
         chat(config, opened, iter([f"/image {folder / 'red.png'}", "what?", "sure?"]), print)
     first, second = engine.asked
     assert [one.picture.digest for one in first.media] == [
@@ -214,7 +215,7 @@ def test_history_keeps_its_pictures(folder: Path) -> None:
 
 
 def plain(session: Any, engine: FakeEngine, prompt: Any) -> Any:
-    from taut.commands.chat import Answer
+    from taut_tools.chat.chat import Answer
 
     return Answer(engine.generate([prompt], session.sampling)[0].text, "")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from taut.evals.statistics import calibrate, calibrate_pairs, sigmoid, wins
+from taut.evals.statistics import calibrate
+from taut_tools.score.score import calibrate_pairs, sigmoid, wins
 
 
 def test_a_bin_holds_what_was_predicted_and_what_was_seen() -> None:

@@ -19,19 +19,20 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.chat_runs import save_model
 from tests.helpers.refusals import ErrorCode, refused
 from tests.helpers.tiny_tokenizers import tiny_tokenizer
-from tests.unit.commands.test_score import chat, messages, save_reward, theirs
+from tests.tools.score.test_score import chat, messages, save_reward, theirs
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from taut.config import fields_of, from_mapping
 from taut.errors import ConfigError, ModelError
 from taut.inference.http_server import listen
-from taut.inference.reward_model import Batcher, open_judge, open_rater
+from taut.inference.reward_model import open_judge, open_rater
 from taut.inference.settings import JudgeUse
 from taut.models.settings import NewHead
 from taut.rewards import RewardInput
 from taut.rewards.judge import RewardModel, RewardServer
 from taut.rewards.reward_set import open_rewards
 from taut.rewards.settings import RewardSpec
+from taut_tools.serve.batcher import Batcher
 from taut_tools.serve.reward import build_app
 from taut_tools.serve.settings import ServeReward
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.helpers.chat_runs import QUIET, save_model, write_rows
 from tests.helpers.online_runs import questions
-from tests.unit.commands.test_score import save_reward
+from tests.tools.score.test_score import save_reward
 
 from taut.config import from_mapping
 from taut.inference.reward_model import open_judge

@@ -13,9 +13,9 @@ from taut.config import from_mapping
 from taut.errors import ConfigError
 from taut.rewards import RewardInput, Score
 from taut.rewards.format import _NO_LANGUAGE, JsonSchema, Language
-from taut.rewards.gym import rows
 from taut.rewards.reward_set import RewardSet, open_rewards
 from taut.rewards.settings import GradingConfig, RewardSpec
+from taut_tools.reasoning_gym.reward import rows
 
 ENGLISH = "We add the two numbers first, and then we divide what we have found by three."
 GERMAN = "Wir addieren zuerst die beiden Zahlen und teilen dann das Ergebnis durch drei."

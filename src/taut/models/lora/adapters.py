@@ -35,6 +35,7 @@ from transformers.pytorch_utils import Conv1D
 from taut.config import Decision
 from taut.errors import ModelError
 from taut.io import capabilities, files
+from taut.io.replaced import replaced
 from taut.models import architecture, tensor_parallel
 from taut.models.cpu import cpu_matmul
 from taut.models.heads import scalar_head
@@ -426,22 +427,17 @@ def _as_if_whole() -> Iterator[None]:
     from peft.tuners import tuners_utils
     from peft.tuners.lora import dora
 
-    sizes: Any = tuners_utils
     magnitudes: Any = dora
-    knows_shards, weight_of = sizes._torch_supports_distributed, magnitudes.dequantize_module_weight
+    weight_of = magnitudes.dequantize_module_weight
 
     def whole_weight_of(module: nn.Module) -> Tensor:
         weight: Tensor = weight_of(module)
         whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         return whole
 
-    sizes._torch_supports_distributed = False
-    magnitudes.dequantize_module_weight = whole_weight_of
-    try:
+    whole_weights = replaced(magnitudes, dequantize_module_weight=whole_weight_of)
+    with replaced(tuners_utils, _torch_supports_distributed=False), whole_weights:
         yield
-    finally:
-        sizes._torch_supports_distributed = knows_shards
-        magnitudes.dequantize_module_weight = weight_of
 
 
 def _adapt_stored_experts(model: nn.Module) -> None:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from taut.io.replaced import replaced
 from taut.models import architecture
 from taut.models.quantized import quantized_storage
 from taut.models.settings import FrozenDtype, Quantize
@@ -123,11 +124,8 @@ def reading(storage: Storage | None) -> Iterator[None]:
             dtypes |= dict.fromkeys(quantized_storage.names_of_rows(model), dtype)
         return own | {f"^{re.escape(name)}$": stored for name, stored in dtypes.items()}
 
-    library._get_dtype_plan = plan
-    try:
+    with replaced(library, _get_dtype_plan=plan):
         yield
-    finally:
-        library._get_dtype_plan = plan_of
 
 
 def store(model: PreTrainedModel, storage: Storage, *, widens_rows: bool = True) -> None:

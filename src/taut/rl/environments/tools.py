@@ -18,9 +18,10 @@ import math
 import operator
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
@@ -34,12 +35,8 @@ from taut.data.rows.messages import Tool as Schema
 from taut.data.rows.tool_calls import ToolCall
 from taut.errors import ConfigError, TautError, UserCodeError
 from taut.io import plugins
-from taut.io.extras import require
 from taut.io.user_code import find_code
 from taut.rl.settings import HERE, MCP, TOOL_ENTRY_POINTS, Remote
-
-if TYPE_CHECKING:
-    from taut.rl.environments.mcp import McpServer
 
 MAX_RESULT = 4000
 """Characters of a tool's result that the policy gets."""
@@ -208,12 +205,11 @@ class Kit:
     """The tools of an environment, and the servers that have some of them."""
 
     functions: Mapping[str, ToolFunction]
-    servers: Sequence[McpServer] = ()
+    servers: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
         """End the servers."""
-        for server in self.servers:
-            server.close()
+        self.servers.close()
 
     @property
     def decisions(self) -> list[Decision]:
@@ -227,26 +223,20 @@ def open_tools(names: Sequence[str], remote: Remote, seconds: float) -> Kit:
     Raises ConfigError where one cannot be used, or where two have one name.
     """
     tools: list[ToolFunction] = []
-    servers: list[McpServer] = []
-    try:
+    with ExitStack() as servers:
         for name in names:
             if not name.startswith(MCP):
                 tools.append(load_tool(name, remote))
                 continue
-            require("mcp", f"rollout.environment.tools has {name}, which")
-            from taut.rl.environments.mcp import McpServer
-
-            servers.append(McpServer(name.removeprefix(MCP), seconds))
-            tools += servers[-1].tools
+            connect = plugins.adapter("mcp", f"rollout.environment.tools has {name}, which")
+            server = servers.enter_context(closing(connect(name.removeprefix(MCP), seconds)))
+            tools += server.tools
         functions = {tool.name: tool for tool in tools}
         if len(functions) < len(tools):
             raise ConfigError(
                 f"rollout.environment.tools has {', '.join(names)}, two of one name; expected each once; rename one"
             )
-    except BaseException:
-        Kit({}, servers).close()
-        raise
-    return Kit(functions, servers)
+        return Kit(functions, servers.pop_all())
 
 
 def load_tool(name: str, remote: Remote = HERE) -> ToolFunction:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, Self, cast
 
 from taut.config import Decision
 from taut.errors import redacted_in
+from taut.io import plugins
 from taut.train.log.custom_sink import CustomSink
 from taut.train.log.events import KINDS, Event, EventLog, Kind, ReportLost, all_events, read_events
 from taut.train.log.samples import SampleSink, ShownSample, shown
@@ -90,17 +91,11 @@ class RunLog:
         # optional reports, then the record
         record, sinks = EventLog(out / "events.jsonl"), self._sinks
         if config.tensorboard:
-            from taut.train.log.tensorboard import TensorBoard
-
-            sinks.append(TensorBoard(out / "tensorboard"))
-        if config.wandb is not None:
-            from taut.train.log.wandb import WeightsAndBiases
-
-            sinks.append(WeightsAndBiases(config.wandb, out, report_id(out), read_settings(out)))
-        if config.trackio is not None:
-            from taut.train.log.trackio import Trackio
-
-            sinks.append(Trackio(config.trackio, out, report_id(out), read_settings(out)))
+            sinks.append(plugins.load(plugins.ADAPTERS, "tensorboard")(out / "tensorboard"))
+        for name, project in (("wandb", config.wandb), ("trackio", config.trackio)):
+            if project is not None:
+                adapter = plugins.load(plugins.ADAPTERS, name)
+                sinks.append(adapter(project, out, report_id(out), read_settings(out)))
         for sink in self._custom:
             sink.bind({"out": out, "settings": read_settings(out), "run_id": report_id(out)})
             sinks.append(sink)

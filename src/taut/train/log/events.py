@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeAlias, get_args
@@ -56,10 +55,6 @@ NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval", "utilization": "system"}
 """Kinds of events with curves -> prefix of the curves' names."""
-LONG = ("ids", "logp", "advantage", "sample_nll", "sample_ids")
-"""Fields with an entry for each token or sample, which readers of the whole file skip."""
-LONG_KINDS = (b'{"kind": "step"', b'{"kind": "rollout"')
-_LONG_LIST = re.compile(rb'"(?:%s)": \[' % "|".join(LONG).encode())
 NOT_CURVES = ("step", "time")
 NOT_MEASURED = ("loss", "grad_norm")
 """Fields that are 0 in the event of a skipped step, which has no such value."""
@@ -138,61 +133,16 @@ def all_events(path: Path) -> Iterator[Event]:
         with files.open_regular(path) as file:
             lines = file.read().split(b"\n")
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     for number, line in enumerate(lines[:-1], start=1):
-        yield _parse(f"{path}:{number}", line)
-
-
-class EventTail:
-    """Reads a log while it is written: each ``read`` continues where the last one ended.
-
-    Half a line at the end is left for the next ``read``. A file that was written again or replaced is read from its
-    beginning, which ``num_begun`` counts.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.num_begun = 0
-        """How often the file was read from its beginning."""
-        self._inode, self._offset, self._num_lines = 0, 0, 0
-
-    def read(self) -> Iterator[tuple[int, Event]]:
-        """Read the appended lines: the offset of each, and its event without the lists of ``LONG``. Also events that a
-        resume revokes (``stands``). Raises DataError for a line that is no event.
-        """
-        try:
-            with files.open_regular(self.path) as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:
-                    self.num_begun += 1
-                    self._inode, self._offset, self._num_lines = status.st_ino, 0, 0
-                file.seek(self._offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        return
-                    offset = self._offset
-                    self._offset += len(line)
-                    self._num_lines += 1
-                    yield offset, _parse_short(f"{self.path}:{self._num_lines}", line)
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-
-
-def event_at(path: Path, offset: int) -> Event:
-    """Read the event whose line begins at a byte."""
-    try:
-        with files.open_regular(path) as file:
-            file.seek(offset)
-            return _parse(f"{path}, byte {offset}", file.readline())
-    except OSError as error:
-        raise _unreadable(path, error) from error
+        yield parse_event(f"{path}:{number}", line)
 
 
 def newest_first(path: Path) -> Iterator[Event]:
     """Read the valid events, last one first; of a long file only as much as is consumed."""
     resumes: list[Event] = []
     for number, line in enumerate(_lines_back(path), start=1):
-        event = _parse(f"{path}, line {number} from its end", line)
+        event = parse_event(f"{path}, line {number} from its end", line)
         if all(stands(event, resume) for resume in resumes):
             yield event
         if event["kind"] == "resume":
@@ -217,7 +167,7 @@ def _lines_back(path: Path) -> Iterator[bytes]:
             if not is_last:
                 yield begun
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def stands(earlier: Event, resume: Event) -> bool:
@@ -245,38 +195,8 @@ def to_json(value: Any) -> Any:
     return os.fspath(value)
 
 
-def _parse_short(place: str, line: bytes) -> Event:
-    """Parse an event; of steps and rollouts with the lists of ``LONG`` empty, which take longer to parse than to
-    skip.
-    """
-    if not line.startswith(LONG_KINDS):
-        return _parse(place, line)
-    parts, begin = [], 0
-    for found in _LONG_LIST.finditer(line):
-        end = _end_of_list(line, found.end())
-        if end is not None and found.end() > begin:
-            parts.append(line[begin : found.end()])
-            begin = end
-    try:
-        return _parse(place, b"".join([*parts, line[begin:]]))
-    except DataError:
-        return _parse(place, line)  # lists of another kind
-
-
-def _end_of_list(line: bytes, begin: int) -> int | None:
-    """Position of the bracket that ends a list of numbers or texts, whose first entry begins at ``begin``."""
-    if line[begin : begin + 1] != b'"':
-        end = line.find(b"]", begin)
-        return None if end < 0 else end
-    quote = begin
-    while (quote := line.find(b'"]', quote + 1)) > 0:
-        before = line[begin:quote]
-        if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:  # the quote is not escaped
-            return quote + 1
-    return None
-
-
-def _parse(place: str, line: bytes) -> Event:
+def parse_event(place: str, line: bytes) -> Event:
+    """Parse a line. ``place``: where it is, for an error."""
     event: Any
     try:
         event = _read_json(line)
@@ -350,7 +270,7 @@ def _read_all(number: int) -> bytes:
         return file.read()
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
         f"cannot read {path}: {error.strerror}; expected the events.jsonl of a run; give its path"
     )

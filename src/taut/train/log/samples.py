@@ -49,16 +49,3 @@ def shown(rows: Iterable[ShownSample]) -> list[ShownSample]:
         )
         for row in islice(rows, ROWS)
     ]
-
-
-def as_markdown(rows: Iterable[ShownSample]) -> list[list[str]]:
-    """Headings and rows of cells for viewers that read Markdown; indented texts are shown unchanged."""
-    return [list(COLUMNS), *([_cell(value) for value in row] for row in rows)]
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "\n".join(f"    {line}" for line in str(value).splitlines()) or ""

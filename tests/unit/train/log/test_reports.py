@@ -21,8 +21,8 @@ from taut.io import progress
 from taut.train.log import Event, RunLog, Sink, read_events
 from taut.train.log.console import ConsoleReport
 from taut.train.log.events import scalars
-from taut.train.log.tensorboard import TensorBoard
 from taut.train.settings import LogConfig
+from taut_tools.adapters.tensorboard import TensorBoard
 
 
 def step(number: int, **fields: Any) -> Event:
@@ -445,8 +445,8 @@ def test_wandb_is_told_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         Settings=SimpleNamespace,
     )
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.delitem(sys.modules, "taut.train.log.wandb", raising=False)
-    from taut.train.log.wandb import WeightsAndBiases
+    monkeypatch.delitem(sys.modules, "taut_tools.adapters.wandb", raising=False)
+    from taut_tools.adapters.wandb import WeightsAndBiases
 
     write(WeightsAndBiases("p", tmp_path, "abc", {}), START, step(1))
     assert told_wandb == [("p", "abc"), 4, (1, 1.0), "finished"]
@@ -468,7 +468,7 @@ def test_a_report_that_fails_does_not_end_the_run(
     (tmp_path / "resolved.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr("taut.io.extras.find_spec", lambda _: True)
-    monkeypatch.delitem(sys.modules, "taut.train.log.wandb", raising=False)
+    monkeypatch.delitem(sys.modules, "taut_tools.adapters.wandb", raising=False)
     config = LogConfig(console=False, tensorboard=True, wandb="p")
     with RunLog().open(tmp_path, config) as log:
         for sink in log._sinks:
@@ -491,7 +491,7 @@ def _full() -> None:
 
 def test_no_report_loads_torch() -> None:
     code = (
-        "import json, sys, taut.train.log.console, taut.train.log.tensorboard;"
+        "import json, sys, taut.train.log.console, taut_tools.adapters.tensorboard;"
         "print(json.dumps([m for m in ('torch', 'transformers', 'tensorflow') if m in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -277,8 +277,8 @@ def test_a_report_that_cannot_be_opened_is_one_line(
 
     fake = SimpleNamespace(init=init, Error=ValueError, Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, module, fake)
-    monkeypatch.delitem(sys.modules, f"taut.train.log.{name}", raising=False)
-    sink = getattr(importlib.import_module(f"taut.train.log.{name}"), cls)
+    monkeypatch.delitem(sys.modules, f"taut_tools.adapters.{name}", raising=False)
+    sink = getattr(importlib.import_module(f"taut_tools.adapters.{name}"), cls)
     with pytest.raises(
         ValueError, match=rf"log\.{name}=p: no login .*; expected a project"
     ) as lost:

@@ -15,7 +15,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from taut.commands.settings import Chat
 from taut.config import user_path
 from taut.data.rows.messages import Message
 from taut.errors import DataError, EngineError, TautError
@@ -27,6 +26,7 @@ from taut.io.temporary import TemporaryFolder
 from taut.train.signals import Interrupt
 from taut.types import Prompt
 from taut.vision.content import ImageRef, read_file
+from taut_tools.chat.settings import Chat
 
 HELP = (
     "/reset starts a new conversation; /system TEXT sets the system message (without TEXT: none); /image PATH shows a "

@@ -30,7 +30,6 @@ from taut.commands.reading import (
     source_of,
     write_errors,
 )
-from taut.commands.settings import Score
 from taut.config import Decision, home_path
 from taut.data.read.sources import open_source
 from taut.data.render.render import Incident, faults_of_pictures
@@ -49,10 +48,7 @@ from taut.errors import DataError, ModelError, PictureError
 from taut.evals.statistics import (
     Calibration,
     calibrate,
-    calibrate_pairs,
-    sigmoid,
     wilson_interval,
-    wins,
 )
 from taut.inference.reward_model import Judge, open_judge
 from taut.io import files
@@ -60,6 +56,7 @@ from taut.io.console import counted
 from taut.io.notebook import html_table
 from taut.io.terminal import Terminal
 from taut.types import FloatArray, Sample
+from taut_tools.score.settings import Score
 
 PAIR = ("chosen", "rejected")
 CHUNK_ROWS = 2048
@@ -359,3 +356,18 @@ def summary(result: Scored) -> str:
             if interval.count
         ]
     return "\n".join([*lines, *([f"written: {result.out}"] if result.out else [])])
+
+
+def calibrate_pairs(gaps: FloatArray) -> Calibration:
+    """Calibration of pairs with these differences score(chosen) - score(rejected)."""
+    return calibrate(sigmoid(np.abs(gaps)), wins(gaps), low=0.5)
+
+
+def wins(gaps: FloatArray) -> FloatArray:
+    """1 where the chosen answer has the higher score, 0.5 where both are equal."""
+    return (np.sign(gaps) + 1) / 2
+
+
+def sigmoid(x: FloatArray) -> FloatArray:
+    """1 / (1 + exp(-x)), for any x."""
+    return np.exp(-np.logaddexp(0.0, -x))

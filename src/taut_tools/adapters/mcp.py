@@ -20,7 +20,7 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from errno import ENOENT
@@ -28,6 +28,7 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
+import httpx2
 import mcp
 from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
 from mcp.client.streamable_http import streamable_http_client
@@ -35,7 +36,7 @@ from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
 from taut.errors import ConfigError
-from taut.io.http import bounded
+from taut.io.http import PLAIN
 from taut.io.keeper import kept
 from taut.io.programs import Tail
 from taut.rl.environments.tools import ToolFunction
@@ -48,6 +49,7 @@ LEAVING = 1.5
 """Of these, seconds that one has which was started, once its input is closed."""
 LONGEST = 2**23
 """Bytes of a message."""
+EVENTS = "text/event-stream"
 
 
 class ToolFault(ValueError):
@@ -101,7 +103,7 @@ class McpServer:
     async def _transport(self) -> AsyncIterator[Any]:
         if self.spec.startswith(("http://", "https://")):
             async with create_mcp_http_client() as client:
-                client.event_hooks["response"].append(bounded(LONGEST))
+                client.event_hooks["response"].append(_bounded(LONGEST))
                 async with streamable_http_client(self.spec, http_client=client) as streams:
                     yield streams
             return
@@ -171,3 +173,34 @@ def _filled(word: str) -> str:
     if variable not in os.environ:
         raise KeyError(f"{word} names a variable that is not set")
     return f"{name}={os.environ[variable]}"
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    """A body that ends with an error after so many bytes."""
+
+    def __init__(self, body: httpx2.AsyncByteStream, max_bytes: int) -> None:
+        self._body, self._max_bytes = body, max_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        num_received = 0
+        async for piece in self._body:
+            num_received += len(piece)
+            if num_received > self._max_bytes:
+                raise httpx2.StreamError(f"more than {self._max_bytes:,} bytes, uncompressed")
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._body.aclose()
+
+
+def _bounded(max_bytes: int) -> Callable[[httpx2.Response], Awaitable[None]]:
+    """A hook for another library's client: bodies of more bytes are errors, as are compressed ones. A stream of events
+    may go on; who reads it bounds an event."""
+
+    async def bound(response: httpx2.Response) -> None:
+        is_plain = response.headers.get("content-encoding", "").strip().lower() in PLAIN
+        if not (is_plain and response.headers.get("content-type", "").startswith(EVENTS)):
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = _Bounded(response.stream, max_bytes if is_plain else 0)
+
+    return bound

@@ -20,7 +20,6 @@ import torch
 from rich.progress import track
 
 from taut.commands.reading import print_decisions, write_errors
-from taut.commands.settings import Teach
 from taut.config import Decision, user_path
 from taut.data.dataset import Dataset, load_dataset
 from taut.data.packing import ALONE, PackPolicy, pack
@@ -43,6 +42,7 @@ from taut.models.tokens import require_same_tokenizer
 from taut.run.inputs import load_language, load_stops
 from taut.train.distributed import thread_decisions
 from taut.vision.image_store import require_same_processor
+from taut_tools.teach.settings import Teach
 
 
 class Taught(NamedTuple):

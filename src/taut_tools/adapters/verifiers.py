@@ -176,7 +176,7 @@ class VerifiersAgent:
             if not isinstance(row.columns.get(COLUMN), str):
                 raise DataError(
                     f"{row.place}: the column {COLUMN} is {shown(row.columns.get(COLUMN))}; expected the task as JSON; "
-                    "make the rows with taut.rl.environments.verifiers.rows"
+                    "make the rows with taut_tools.adapters.verifiers.rows"
                 )
         self._environment = _load(name, options)
         self._loop = asyncio.new_event_loop()

@@ -15,13 +15,13 @@ from statistics import fmean
 from rich.table import Table
 from rich.text import Text
 
-from taut.commands.settings import Rollouts
 from taut.config import user_path
 from taut.errors import OutputError
 from taut.io.console import counted, one_line
 from taut.io.terminal import Terminal
 from taut.run.recorded import Recorded, Row, answer_text, is_judged, why_unlearned
 from taut.train.log.events import to_json
+from taut_tools.recorded.settings import Rollouts
 
 MAX_PROMPT_CHARS = 600
 """Maximum characters shown of a prompt's beginning, where tools are; twice as many are shown of its end."""

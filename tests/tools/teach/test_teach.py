@@ -14,13 +14,13 @@ from tests.helpers.chat_runs import QUIET, chats, save_model, write_rows
 from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from taut.commands import teach as command
-from taut.commands.settings import Teach
-from taut.commands.teach import Taught, run, teach
 from taut.config import from_mapping
 from taut.data.store.top_logprobs import DECIMALS
 from taut.errors import ConfigError, ModelError, OutputError
 from taut.models.precision import compute_context
+from taut_tools.teach import teach as command
+from taut_tools.teach.settings import Teach
+from taut_tools.teach.teach import Taught, run, teach
 
 K = 5
 

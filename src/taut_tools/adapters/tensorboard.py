@@ -6,6 +6,7 @@ A resume tells TensorBoard to discard the steps after it. Loads tensorboard, nev
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from taut.errors import OutputError
 from taut.train.log.events import Event, ReportLost, scalars
-from taut.train.log.samples import COLUMNS, ShownSample, as_markdown
+from taut.train.log.samples import COLUMNS, ShownSample
 
 TEXT = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
 """Metadata with which TensorBoard's text view shows a tensor of strings as a table."""
@@ -79,3 +80,16 @@ class TensorBoard:
     def close(self) -> None:
         with suppress(OSError):  # reported when the event came
             self._writer.close()
+
+
+def as_markdown(rows: Iterable[ShownSample]) -> list[list[str]]:
+    """Headings and rows of cells for viewers that read Markdown; indented texts are shown unchanged."""
+    return [list(COLUMNS), *([_cell(value) for value in row] for row in rows)]
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "\n".join(f"    {line}" for line in str(value).splitlines()) or ""

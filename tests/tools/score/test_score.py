@@ -14,9 +14,6 @@ from tests.helpers.chat_runs import save_model, write_rows
 from tests.helpers.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from taut.commands import score as command
-from taut.commands.score import Scored, score
-from taut.commands.settings import Score
 from taut.config import from_mapping
 from taut.errors import DataError, ModelError, OutputError
 from taut.models.attention_backends import PREFIX
@@ -25,6 +22,9 @@ from taut.models.precision import Wide
 from taut.models.reward_model import load_reward_model
 from taut.models.save import saving
 from taut.models.settings import NewHead
+from taut_tools.score import score as command
+from taut_tools.score.score import Scored, score
+from taut_tools.score.settings import Score
 
 CPU = torch.device("cpu")
 END = "<|im_end|>"

@@ -14,8 +14,6 @@ from tests.helpers.scripted_engines import FakeEngine
 from tests.helpers.tiny_tokenizers import tiny_tokenizer
 
 from taut.cli import main
-from taut.commands.chat import Stream, chat
-from taut.commands.settings import Chat
 from taut.config import from_mapping, load
 from taut.data.render.render import Renderer
 from taut.data.render.stop_tokens import derive_stop_set
@@ -25,6 +23,8 @@ from taut.inference.local import LocalEngine
 from taut.inference.settings import Sampling
 from taut.train.signals import Interrupt
 from taut.types import Prompt
+from taut_tools.chat.chat import Stream, chat
+from taut_tools.chat.settings import Chat
 
 
 class Speaks(LocalEngine):

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from taut.commands.settings import ShowStep
 from taut.config import user_path
 from taut.errors import OutputError
 from taut.io.console import counted, one_line
 from taut.io.terminal import Terminal
 from taut.run.recorded import Recorded, Row
 from taut.train.log.events import Event
+from taut_tools.recorded.settings import ShowStep
 
 SHADES = ((5.0, "bold red"), (2.0, "yellow"), (0.5, "green"), (0.0, "dim green"))
 """Color of a target by the least -logprob, in nats, that has it."""

@@ -154,7 +154,7 @@ def wanted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
     """The options with which the environment wants a text, of the library that takes the place of verifiers."""
-    ours = ("verifiers", "openai", "asks_twice", "taut.rl.environments.verifiers")
+    ours = ("verifiers", "openai", "asks_twice", "taut_tools.adapters.verifiers")
     for name in [name for name in sys.modules if name in ours or name.startswith("verifiers.")]:
         monkeypatch.delitem(sys.modules, name)
     for name, text in (BELOW if request.param == "below 0.4" else FROM).items():
@@ -169,7 +169,7 @@ def wanted(
 
 def played(options: dict[str, Any], said: list[str], **keys: Any) -> Trajectory:
     """The trajectory of the environment's first task."""
-    from taut.rl.environments.verifiers import rows
+    from taut_tools.adapters.verifiers import rows
 
     (made,) = rows("asks-twice", 1, **options)
     renderer = renderer_of()
@@ -191,7 +191,7 @@ def test_its_rollout_is_trained_on_with_its_own_reward(wanted: Any) -> None:
 
 
 def test_rows_have_the_prompt_and_the_task(wanted: Any) -> None:
-    from taut.rl.environments.verifiers import rows
+    from taut_tools.adapters.verifiers import rows
 
     first, second = rows("asks-twice", 2, **wanted("ünd"))
     assert (first["id"], second["id"]) == ("asks-twice-0", "asks-twice-1")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from taut.rewards.gym import Gym, plain_eval, rows
 from taut.rewards.verifier import RewardInput
+from taut_tools.reasoning_gym.reward import Gym, plain_eval, rows
 
 
 @pytest.mark.parametrize(

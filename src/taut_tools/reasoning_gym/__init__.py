@@ -1,0 +1,1 @@
+"""The reward ``reasoning_gym``: the score of a task's own verifier."""
