@@ -24,8 +24,11 @@ def running_sums(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _by_spans(x: Tensor) -> Tensor:
     size = x.shape[-1]
     span = min(size, SPAN)
-    padded = torch.nn.functional.pad(x, (0, -size % span)).unflatten(-1, (-1, span))
-    sums = padded @ torch.ones(span, span, dtype=x.dtype, device=x.device).triu()
+    padded = torch.nn.functional.pad(x, (0, -size % span))
+    sums: Tensor = (
+        padded.reshape(*x.shape[:-1], -1, span)
+        @ torch.ones(span, span, dtype=x.dtype, device=x.device).triu()
+    )
     if size > span:
         ends = sums[..., -1]
         sums = sums + (_by_spans(ends) - ends)[..., None]
