@@ -78,5 +78,3 @@ class Compiled:
     shared: dict[str, int] = field(default_factory=dict)
     """Kernel -> bytes of shared memory."""
     launches: int = 0
-    graphs: tuple[int, ...] = ()
-    """compiled_layers.graphs_made()."""

@@ -4,8 +4,8 @@ nothing is launched.
 Needs the package triton, which a torch for CPUs comes without; ``make test-cuda`` puts it into ``stub.TRITON``, beside
 the other packages, so that nothing else sees it. In a process of ``Server(has_triton=True)`` (processes.py).
 
-What this shows: whether flex attention and compile=true compile, into how many graphs, and what each kernel takes of
-shared memory. It shows no numbers: those are the CPU's, by tests/unit/attention.
+What this shows: whether flex attention compiles, and what each kernel takes of shared memory. It shows no numbers: those
+are the CPU's, by tests/unit/attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tests.cuda_stand_in import torch_cuda
 from tests.cuda_stand_in.cases import MOST_SHARED, Compiled
-from tests.cuda_stand_in.device import CUDA, Device, active
+from tests.cuda_stand_in.device import CUDA
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -61,59 +61,8 @@ def flex_kernels(
     return found
 
 
-def layers(*, is_lora: bool) -> list[Compiled]:
-    """Two Llama layers with compile=true, forward and backward in bfloat16, twice: what is compiled until then."""
-    import numpy as np
-    from tests.helpers.tiny_models import tiny_model
-
-    from taut.data.packing import PackPolicy, pack
-    from taut.models import compiled_layers
-    from taut.models.cpu import faster_layers
-    from taut.models.lora.adapters import apply_lora
-    from taut.models.precision import compute_context
-    from taut.models.quantized.frozen_storage import Storage, store
-    from taut.models.scorer import Scorer
-    from taut.models.settings import LoraConfig
-    from taut.types import Sample
-
-    found, told = Compiled(), []
-    draw, narrow = np.random.default_rng(0), torch.bfloat16
-    samples = [
-        Sample(f"s{i}", draw.integers(3, 90, 64), np.arange(32, 64), np.ones(32)) for i in range(4)
-    ]
-    packed = pack(samples, PackPolicy(share_prefixes=True))
-    with _compiling(found):
-        torch_cuda.install(has_numbers=False)
-        _replace_dynamo()
-        device = Device(has_numbers=False)
-        with active(device):
-            model = tiny_model("llama", dtype=torch.float32, attention="taut_varlen", head_dim=16)
-            model = model.to(CUDA)
-            faster_layers.install(model)
-            if is_lora:
-                store(model, Storage(narrow, narrow))
-            rank = 4 if is_lora else 0
-            adapted = apply_lora(
-                model, LoraConfig(rank=rank, train_token_rows="auto" if not is_lora else "never")
-            )
-            compiled_layers.compile_layers(adapted, narrow)
-            scorer = Scorer(adapted)
-        for _ in range(2):
-            with active(device):
-                ready = scorer.ready(packed)
-                weights = torch.full((packed.num_targets,), -1.0).to(CUDA)
-            with device.fake:
-                torch._C._set_only_lift_cpu_tensors(True)
-                with compute_context(narrow, CUDA):
-                    scores = scorer(ready, weights)
-                scores.linear_sum.backward()
-            graphs = tuple(compiled_layers.graphs_made())
-            told.append(Compiled(dict(found.shared), found.launches, graphs))
-    return told
-
-
-def _replace_dynamo() -> None:
-    """Tensors of the device are made by Python."""
+def _replace_allocation() -> None:
+    """Compiled code makes its tensors by Python's functions."""
     guards: Any = torch._C._dynamo.guards
     guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
         size, stride, dtype=dtype, device=CUDA
@@ -138,8 +87,12 @@ def _compiling(found: Compiled) -> Iterator[None]:
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
         torch_cuda.install_functions()
+        for cached in vars(torch.utils._triton).values():
+            if hasattr(cached, "cache_clear"):  # there was no device when they were asked
+                cached.cache_clear()
         _install_driver(found)
         _quieten_inductor()
+        _replace_allocation()
         torch.set_num_threads(1)
         torch.autograd.set_multithreading_enabled(False)
         yield
@@ -249,6 +202,11 @@ def _quieten_inductor() -> None:
     torch.cuda._exchange_device = lambda device: 0
     torch.cuda._maybe_exchange_device = lambda device: 0
     there: dict[str, Any] = {
+        **{
+            name: f
+            for name, f in torch_cuda.FUNCTIONS.items()
+            if hasattr(interface.CudaInterface, name)
+        },
         "exchange_device": lambda device: 0,
         "maybe_exchange_device": lambda device: 0,
         "current_device": lambda: 0,
@@ -257,8 +215,12 @@ def _quieten_inductor() -> None:
         "is_available": lambda: True,
         "get_compute_capability": lambda *_: 90,
     }
-    for name, function in there.items():
-        setattr(interface.CudaInterface, name, staticmethod(function))
+    for name, value in there.items():
+        kept = value if isinstance(value, type) else staticmethod(value)
+        setattr(interface.CudaInterface, name, kept)
     interface.CudaInterface.Worker.current_device = staticmethod(lambda: 0)
+    interface.CudaInterface.Worker.get_device_properties = staticmethod(
+        torch_cuda.FUNCTIONS["get_device_properties"]
+    )
     if not hasattr(torch._C, "_cuda_getCurrentRawStream"):
         torch._C._cuda_getCurrentRawStream = lambda index: 0

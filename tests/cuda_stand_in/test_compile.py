@@ -31,16 +31,3 @@ def test_flex_attention_compiles(
     assert any("backward" in name for name in kernels)
     assert any("backward" not in name for name in kernels)
     assert max(found.shared.values()) <= MOST_SHARED, found.shared
-
-
-@pytest.mark.parametrize("is_lora", [False, True], ids=["full", "adapters"])
-def test_compiled_layers_are_compiled_once(stand_in_with_triton: Server, is_lora: bool) -> None:
-    """compile=true: each layer is cut at attention alone, and a second micro-batch compiles nothing."""
-    first, second = stand_in_with_triton.call(
-        "tests.cuda_stand_in.compiled_kernels:layers", is_lora=is_lora
-    )
-    assert first.launches > 0
-    assert max(first.shared.values()) <= MOST_SHARED, first.shared
-    assert second.shared == first.shared
-    assert second.launches == 2 * first.launches
-    assert second.graphs == first.graphs
