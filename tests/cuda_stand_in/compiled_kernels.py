@@ -4,8 +4,8 @@ nothing is launched.
 Needs the package triton, which a torch for CPUs comes without; ``make test-cuda`` puts it into ``stub.TRITON``, beside
 the other packages, so that nothing else sees it. In a process of ``Server(has_triton=True)`` (processes.py).
 
-What this shows: whether flex attention compiles, and what each kernel takes of shared memory. It shows no numbers: those
-are the CPU's, by tests/unit/attention.
+What this shows: whether flex attention compiles, and what each kernel takes of shared memory. Numbers are
+the CPU's, by tests/unit/attention.
 """
 
 from __future__ import annotations

@@ -24,4 +24,6 @@ def test_the_gradient_is_that_of_a_cumulative_sum(monkeypatch: pytest.MonkeyPatc
 
 def test_elsewhere_it_is_torchs_own() -> None:
     x = torch.randn(2, 1000)
-    assert torch.equal(running_sums.running_sums(x, torch.float64), x.cumsum(-1, dtype=torch.float64))
+    assert torch.equal(
+        running_sums.running_sums(x, torch.float64), x.cumsum(-1, dtype=torch.float64)
+    )
