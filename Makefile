@@ -12,7 +12,7 @@ STAMP := $(VENV)/.taut-installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel demo test test-core test-slow test-parallel test-cluster test-page test-real test-artifacts test-versions lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan bench-memory bench-launch gpu
+.PHONY: help venv wheel demo test test-core test-slow test-parallel test-cluster test-page test-cuda test-real test-artifacts test-versions lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan bench-memory bench-launch gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -35,14 +35,14 @@ wheel: $(STAMP) ## write dist/taut-VERSION-py3-none-any.whl, which pip installs 
 demo: $(STAMP) ## train a small real model for a few minutes and show what changed
 	$(RUN)/python -m taut demo
 
-QUICK := not real and not slow and not parallel and not cluster and not page
+QUICK := not real and not slow and not parallel and not cluster and not page and not cuda_stand_in
 CORE := $(addprefix tests/unit/,attention data evals inference losses methods models plan rl run train vision test_config.py test_types.py) tests/invariants tests/golden tests/oracle
 # Three and four at a time on two cores: many tests wait for processes and clocks.
-test test-core test-slow test-parallel test-cluster test-page: export OMP_NUM_THREADS := 1
+test test-core test-slow test-parallel test-cluster test-page test-cuda: export OMP_NUM_THREADS := 1
 # Threads that wait awake take the time of other tests.
-test test-core test-slow test-parallel test-cluster test-page test-real test-artifacts: export OMP_WAIT_POLICY := PASSIVE
+test test-core test-slow test-parallel test-cluster test-page test-cuda test-real test-artifacts: export OMP_WAIT_POLICY := PASSIVE
 # Bytecode is written, whatever the shell says: each worker would compile every test anew, each process they start taut.
-test test-core test-slow test-parallel test-cluster test-page test-real test-artifacts: export PYTHONDONTWRITEBYTECODE :=
+test test-core test-slow test-parallel test-cluster test-page test-cuda test-real test-artifacts: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) ## the tests that need no downloaded model, without what takes long (tests/helpers/quick.py); GPU tests run where there is a GPU
 	$(PYTEST) -q -n 4 -m "$(QUICK)" $(ARGS)
 
@@ -64,6 +64,11 @@ test-page: $(VENV)/.taut-page-tests ## a browser opens the page of runs; skipped
 $(VENV)/.taut-page-tests: $(STAMP)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[page-tests]'
 	touch $@
+
+# Beside the other packages: torch would use it wherever it finds it. Without it, what Triton compiles is skipped.
+test-cuda: $(STAMP) ## runs on a CUDA device that does not exist (tests/cuda_stand_in): methods, families, options, waits
+	test -d $(VENV)/triton-for-tests || $(PIP) install --quiet --no-deps --target $(VENV)/triton-for-tests 'triton==3.7.*' || true
+	$(PYTEST) -q -n 2 --all-cases tests/cuda_stand_in $(ARGS)
 
 test-real: $(STAMP) ## tests on the small real model (run make demo once before), and on what other people made
 	$(PYTEST) -q -m real $(ARGS)

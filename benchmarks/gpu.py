@@ -7,9 +7,10 @@
 
 Without words: tests, bench and report. It needs Python 3.11 and a torch with CUDA; no network, no virtual environment,
 no installed taut: it is run from the source tree. What other packages are there decides what runs; the rest is reported
-with its reason. A part has nine minutes (``--seconds``): what it has measured by then is kept, and what it has not
-reached is listed. A test or a case that takes its process down, breaks the device for it or stands still for
-``LONGEST`` seconds costs itself alone: the next process goes on behind it.
+with its reason. Tests and bench have nine minutes together (``--seconds``), half each where both run: what a part has
+measured by then is kept, and what it has not reached is listed; the report is written after each. A test or a case that
+takes its process down, breaks the device for it or stands still for ``LONGEST`` seconds costs itself alone: the next
+process goes on behind it.
 
 ``--device cpu --tiny`` runs the same program on a CPU with models of two layers, in seconds: its self-test.
 Exit status 1 if a test failed, a case did or a part could not begin, 2 if there is no such device.
@@ -175,7 +176,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models of two layers, one timed step")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each part")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="of tests and bench together"
+    )
     parser.add_argument(
         "--tests", nargs="*", default=[], help="words: tests whose name has one of them"
     )
@@ -209,14 +212,19 @@ def main() -> int:
     if does_run:
         for name, without in missing_packages().items():
             print(f"{name} is not installed; left out: {without}")
-    if "tests" in arguments.parts:
-        tests(arguments)
-    if "bench" in arguments.parts:
-        bench(arguments)
+    asked = {"tests", "bench"} & set(arguments.parts)
+    arguments.seconds /= len(asked) or 1
+    for name in asked:  # of an earlier call
+        (arguments.out / f"{name}.jsonl").unlink(missing_ok=True)
     from on_gpu import report
 
     status = 0
-    if "report" in arguments.parts:
+    for name, part in (("tests", tests), ("bench", bench)):
+        if name in arguments.parts:
+            part(arguments)
+            if "report" in arguments.parts:  # what follows may be cut short
+                status = report.write(arguments.out)
+    if "report" in arguments.parts and not does_run:
         status = report.write(arguments.out)
     if "docs" in arguments.parts:
         report.put_into(arguments.page, arguments.out)

@@ -31,6 +31,7 @@ from taut.models.compiled_layers import compile_layers, require_compiler
 from taut.models.cpu import faster_layers
 from taut.models.lora.adapters import apply_lora
 from taut.models.precision import backward_context, compute_context
+from taut.models.quantized.frozen_storage import Storage, store
 from taut.models.scorer import Scorer
 from taut.models.settings import LoraConfig
 from taut.train.distributed import Ranks
@@ -79,8 +80,10 @@ def scorer_of(
     heads = {"num_attention_heads": size.num_heads, "num_key_value_heads": size.num_kv_heads}
     config = LlamaConfig(hidden_size=size.hidden, **heads)
     chosen = select("auto", device, DTYPE, config)
-    model = build(size, device, chosen.implementation, parameters)
+    model = build(size, device, chosen.implementation, DTYPE if is_lora else parameters)
     faster_layers.install(model)
+    if is_lora:  # as a run with dtype=bfloat16 does
+        store(model, Storage(DTYPE, DTYPE))
     lora = LoraConfig(rank=RANK if is_lora else 0, train_token_rows="never" if is_lora else "auto")
     adapted = apply_lora(model, lora)
     if is_compiled:

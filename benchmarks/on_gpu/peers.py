@@ -2,7 +2,8 @@
 transformers' ``generate``.
 
 The plain loop is what a page of code does: rows in the file's order are padded to the longest of their micro-batch, as
-many as fit into the tokens at a time; autocast over float32 weights as in taut, fused AdamW, gradients clipped at 1.
+many as fit into the tokens at a time; autocast over float32 weights as in taut (a base under LoRA: bfloat16), fused
+AdamW, gradients clipped at 1.
 For completions it takes logits of the completion only, as TRL does.
 """
 
@@ -25,9 +26,9 @@ RATE = 1e-5
 
 
 def model_of(size: Size, device: torch.device, attention: str, *, is_lora: bool) -> Any:
-    model = build(size, device, attention)
     if not is_lora:
-        return model
+        return build(size, device, attention)
+    model = build(size, device, attention, torch.bfloat16)  # adapters are float32, by peft
     from peft import LoraConfig, get_peft_model
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

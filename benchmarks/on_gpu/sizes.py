@@ -1,7 +1,8 @@
 """The models, with random weights made on the device, and an estimate of the memory that a training step of one takes.
 
-    float32 weights, 16-bit copies of them, gradients and AdamW's moments of what trains,
-    a layer's activations of each token, and logits: of a chunk of targets (taut), or of every token (the plain loop)
+    float32 weights with 16-bit copies of them (a base under LoRA: 16 bit alone, as taut stores it), gradients and
+    AdamW's moments of what trains, a layer's activations of each token, and logits: of a chunk of targets (taut), or of
+    every token (the plain loop)
 
 The estimate decides what is run and how many tokens at a time; it is reported beside the measured peak. It leaves out
 the kernels' own buffers and the allocator's fragments, so ``ROOM`` of the free memory is planned with.
@@ -100,8 +101,8 @@ def estimate(size: Size, *, is_lora: bool, tokens: int, is_chunked: bool) -> Est
     kept = 8 * size.inner + 4 * size.kv + (26 if is_lora else 36) * size.hidden
     rows = min(tokens, CHUNK) if is_chunked else tokens
     return Estimate(
-        weights=4 * size.num_parameters,
-        casts=2 * size.num_parameters,
+        weights=4 * trained + (2 * size.num_parameters if is_lora else 0),
+        casts=2 * trained,
         gradients=4 * trained,
         optimizer=8 * trained,
         activations=tokens * size.num_layers * kept,

@@ -1,7 +1,8 @@
 """tests/gpu in a process: ``python -m on_gpu.tests LOG MARKS [WORD ...]``.
 
-The list of tests, each beginning and each result go to LOG; what LOG says was begun is left out. Tests of flex
-attention, which compile a kernel each, come last. Warnings are no failures here: other versions have others.
+The list of tests, each beginning and each result go to LOG; what LOG says was begun is left out. Tests that compile a
+kernel each come last: those in float32, for which attention is flex, and those of flex itself. Warnings are no failures
+here: other versions have others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: "flex" in item.nodeid)
+        items.sort(key=compiles)
         items[:] = [item for item in items if short(item.nodeid) not in self.begun]
         self.note(planned=[short(item.nodeid) for item in items])
 
@@ -51,6 +52,11 @@ class Recorder:
                 seconds=report.duration,
                 why=reason(report),
             )
+
+
+def compiles(item: pytest.Item) -> int:
+    """0: nothing; 1: in float32, perhaps; 2: flex attention."""
+    return 2 if "flex" in item.nodeid else int("float32" in item.nodeid)
 
 
 def short(nodeid: str) -> str:

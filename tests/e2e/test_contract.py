@@ -6,14 +6,24 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.helpers.chat_runs import chats, column, events, save_model, sft, weights, write_rows
+from tests.helpers.chat_runs import (
+    chats,
+    column,
+    events,
+    largest_difference,
+    save_model,
+    sft,
+    weights,
+    write_rows,
+)
 from tests.helpers.slow_cases import slow_except
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 import taut
@@ -23,6 +33,7 @@ from taut.evals import contract, round_trip
 from taut.evals.contract import read_contract
 from taut.models.lora.merge import plain_groups
 from taut.models.scorer import Scorer
+from taut.run import save
 
 WIDE: dict[str, Any] = {"dtype": "float32", "steps": 2, "optim__learning_rate": 1e-2}
 TABLES = {"qwen2": ["embed_tokens"], "llama": ["embed_tokens", "lm_head"]}
@@ -369,3 +380,26 @@ def test_what_was_trained_is_kept_where_it_cannot_be_saved(
     assert not (tmp_path / "out" / "model").exists()
     monkeypatch.undo()
     assert sft(model, train, tmp_path / "out", steps=1, resume=True).model.is_dir()
+
+
+@pytest.mark.parametrize("place", [save, round_trip], ids=["trained", "saved"])
+def test_what_cannot_be_compared_is_kept(
+    place: ModuleType, model: Path, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that cannot be compiled, a GPU without room for a second model: the trained weights are on the disk,
+    complete, under a name that says that nothing proved them; a resumed run proves and replaces them.
+    """
+
+    def fall(*_: Any) -> list[Tensor]:
+        raise RuntimeError("planted: no C compiler\nand more lines")
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(place, "score", fall)
+    pattern = r": RuntimeError: planted: no C compiler \(test_contract.*:\d+\); .*unproven has it.*; training"
+    with pytest.raises(taut.CheckFailed, match=pattern):
+        sft(model, train, out, steps=1)
+    assert not (out / "model").exists()
+    assert largest_difference(weights(out / "model.unproven"), weights(model)) > 0
+    monkeypatch.undo()
+    assert sft(model, train, out, steps=1, resume=True).model.is_dir()
+    assert not (out / "model.unproven").exists()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 import torch
 
 import gpu
-from on_gpu import bench, measure, report, sizes
+from on_gpu import bench, measure, ours, report, sizes
+from on_gpu import tests as on_gpu_tests
 from taut.io.extras import EXTRAS
 
 CPU = torch.device("cpu")
@@ -162,9 +164,28 @@ def test_reasons_for_what_is_left_out() -> None:
 def test_what_does_not_fit_is_told_with_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "free_bytes", lambda device: 80 * 10**9)
     large = sizes.SIZES["8B"]
-    assert sizes.fit(large, CPU, is_lora=True, is_chunked=True).tokens == 2048
+    assert sizes.fit(large, CPU, is_lora=True, is_chunked=True).tokens == 4096
     with pytest.raises(sizes.TooLarge, match=r"8B full with 2,048 tokens .* (1[2-9]\d)\.\d GiB"):
         sizes.fit(large, CPU, is_lora=False, is_chunked=True)
+
+
+def test_a_base_under_lora_is_stored_as_in_a_run() -> None:
+    scorer, _ = ours.scorer_of(sizes.SIZES["tiny"], CPU, is_lora=True)
+    dtypes = {
+        name.rpartition(".")[0].rpartition(".")[2]: parameter.dtype
+        for name, parameter in scorer.model.named_parameters()
+    }
+    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {
+        *("base_layer", "embed_tokens")  # the head is tied
+    }
+    assert {dtypes["default"], dtypes["norm"]} == {torch.float32}
+
+
+def test_what_compiles_comes_last() -> None:
+    names = ["a[flex-bfloat16]", "b[float32]", "c[bfloat16]", "d[flex-float32]", "e"]
+    items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
+    ordered = [item.nodeid for item in sorted(items, key=on_gpu_tests.compiles)]
+    assert ordered == [names[2], names[4], names[1], names[0], names[3]]
 
 
 @pytest.mark.parametrize("name", [name for name in sizes.SIZES if name != "8B"])

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from taut.attention.layout import Layout
+from taut.attention.running_sums import running_sums
 from taut.types import IntArray, to_device
 
 CHUNK = 64
@@ -108,7 +109,7 @@ def gated_delta_rule(
         if normalize:
             query, key = _unit(query), _unit(key)
         query = query * query.shape[-1] ** -0.5
-        total = decay.cumsum(dim=2)  # c
+        total = running_sums(decay.squeeze(-1))[..., None]  # c
         between = total - total.transpose(2, 3)
         between = between.masked_fill(chunks.is_later, -torch.inf).exp()  # D
         system = (beta * key) @ key.transpose(2, 3) * between  # below the diagonal: A

@@ -39,7 +39,7 @@ from taut.evals.round_trip import (
 )
 from taut.io.console import counted
 from taut.io.terminal import Terminal
-from taut.models.attention_backends import select
+from taut.models.attention_backends import select_for_proof
 from taut.models.load import (
     checkpoint_dtype,
     has_tokenizer,
@@ -133,7 +133,7 @@ def merge(config: Merge) -> Merged:
         config.model,
         dtype=torch.float32,
         device=device,
-        attention=select("auto", device, torch.float32, base).implementation,
+        attention=select_for_proof(device, torch.float32, base),
         trust_remote_code=config.trust_remote_code,
         storage=storage,
     )

@@ -38,7 +38,7 @@ from taut.data.packing import ALONE, pack
 from taut.errors import CheckFailed
 from taut.io.allocator import return_freed_memory
 from taut.models import architecture
-from taut.models.attention_backends import select
+from taut.models.attention_backends import select_for_proof
 from taut.models.layerwise import StreamedLayers
 from taut.models.load import (
     explain_load_errors,
@@ -149,7 +149,7 @@ def score(scorer: Scorer, samples: Sequence[Sample]) -> list[Tensor]:
     is_alone = bool(architecture.leaking_layers(model))
     parts = [[sample] for sample in samples] if is_alone else [samples]
     scores: list[Tensor] = []
-    set_attention(model, select("auto", scorer.device, dtype, model.config).implementation)
+    set_attention(model, select_for_proof(scorer.device, dtype, model.config))
     try:
         with (
             evaluating(scorer),
@@ -188,7 +188,7 @@ def load_anew(
         directory,
         dtype=torch.float32,
         device=room.device,
-        attention=select("auto", room.device, torch.float32, config).implementation,
+        attention=select_for_proof(room.device, torch.float32, config),
         trust_remote_code=trust_remote_code,
         storage=storage,
         streamed=streamed,

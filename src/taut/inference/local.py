@@ -45,6 +45,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.attention.decode import Decoding, Group, KeysValues, Own, Stretch, is_similar, stack
 from taut.attention.extension import extend
 from taut.attention.layout import Layout
+from taut.attention.running_sums import running_sums
 from taut.data.packing import PackPolicy, common_prefix, pack
 from taut.errors import ModelError, NonFiniteError
 from taut.inference.engine import Engine, OnDone, Texts, require_usable, room, stream_seed
@@ -122,7 +123,7 @@ def policy_logits(
         # The most likely tokens until they reach top_p; the token that crosses it is kept.
         ordered, order = z.sort(stable=True, dim=-1, descending=True)
         p = ordered.softmax(-1)
-        is_left_out = p.cumsum(-1) - p >= sampling.top_p
+        is_left_out = running_sums(p) - p >= sampling.top_p
         is_left_out[:, 0] = False
         mask = torch.zeros_like(is_left_out).scatter(1, order, is_left_out)
         z = z.masked_fill(mask, -torch.inf)
@@ -142,13 +143,13 @@ def _invert(z: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     if whole != size:
         weights = torch.nn.functional.pad(weights, (0, whole - size))
     blocks = weights.view(num_rows, -1, BLOCK)
-    until = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    until = running_sums(blocks.sum(-1, dtype=torch.float64))
     # The block in which the sum passes u, then the token in it.
     goal = uniform_B.to(until)[:, None] * until[:, -1:]
     block = torch.searchsorted(until, goal, right=True).clamp_(max=until.shape[1] - 1)
     before = torch.where(block > 0, until.gather(1, (block - 1).clamp_(min=0)), 0.0)
     inside = blocks[torch.arange(num_rows, device=z.device), block.squeeze(1)]
-    at = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64), goal - before, right=True)
+    at = torch.searchsorted(running_sums(inside, torch.float64), goal - before, right=True)
     last = inside.ne(0).cumsum(-1).argmax(-1, keepdim=True)  # rounding must not step past the end
     ids_B = (block * BLOCK + torch.minimum(at, last)).squeeze(1)
     logp_B = z.gather(1, ids_B[:, None]) - top - until[:, -1:].log().to(z.dtype)

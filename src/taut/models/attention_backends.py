@@ -106,6 +106,15 @@ def select(
     return Chosen("reference", f"varlen: {obstacles['varlen']}; flex: {obstacles['flex']}")
 
 
+def select_for_proof(device: torch.device, dtype: torch.dtype, config: PreTrainedConfig) -> str:
+    """The implementation with which a few short samples are compared in ``dtype``: one that compiles nothing. In
+    float32 a GPU would be given flex attention, whose kernels need Triton and a C compiler and take longer to compile
+    than the comparison.
+    """
+    chosen = select("auto", device, dtype, config)
+    return PREFIX + ("reference" if chosen.name == "flex" else chosen.name)
+
+
 def _obstacle(
     name: str,
     device: torch.device,

@@ -172,7 +172,8 @@ def read_model(
         quantized_layers.quiet_import()
         quantizing["device_map"] = {"": device}
     # read the weights by the library
-    needs_eager = is_float64 and architecture.num_experts(config.get_text_config())
+    is_strict = refuses_grouped_experts(device)
+    needs_eager = (is_float64 or is_strict) and architecture.num_experts(config.get_text_config())
     with (
         explain_load_errors(path, wanted),
         return_freed_memory(),
@@ -241,6 +242,13 @@ def read_model(
     if streamed is not None:
         streamed.attach(model, device)
     return model, is_new
+
+
+def refuses_grouped_experts(device: torch.device) -> bool:
+    """Whether the library's grouped product of experts is refused: it counts tokens by ``torch.histc``, which has no
+    deterministic algorithm on CUDA.
+    """
+    return device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
 
 
 @contextmanager

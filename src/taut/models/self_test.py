@@ -208,13 +208,19 @@ def library_scalars(model: nn.Module, sample: Sample, device: torch.device) -> T
 
 @contextmanager
 def _with_library_attention(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The model, unwrapped, with the library's own attention inside the block."""
+    """The model, unwrapped, with the library's own attention inside the block. The library's forward, which nothing
+    trains on, may have operations without a deterministic algorithm (deterministic=true).
+    """
     plain = architecture.unwrap(model)
     attention = architecture.text_config(model)._attn_implementation
     set_attention(plain, library_attention(plain))
+    is_strict = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(mode=False)
     try:
         yield plain
     finally:
+        torch.use_deterministic_algorithms(is_strict, warn_only=warns)
         set_attention(plain, attention)
 
 

@@ -6,18 +6,21 @@
     best/      the best model so far, during training; with save.merged=false an adapter
 
 Each is written to a partial directory, compared with the model in training, and renamed when it is complete. Where
-saving or a comparison fails at the end, the training state is saved. All ranks call these functions; the writer writes.
+saving or a comparison fails at the end, the training state is saved; where a comparison cannot be made, whatever the
+reason, what was written is kept as model.unproven/ too. All ranks call these functions; the writer writes.
 """
 
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from taut.data.dataset import read_rows
 from taut.data.rows.prompts import PromptSet
@@ -51,7 +54,7 @@ from taut.models.scorer import Scorer
 from taut.run.setup import Built
 from taut.train import distributed
 from taut.train.checkpoint import Checkpoints
-from taut.train.run_dir import ADAPTER, CRITIC, MODEL
+from taut.train.run_dir import ADAPTER, CRITIC, MODEL, UNPROVEN
 
 
 def choose_goldens(built: Built) -> list[Question]:
@@ -94,11 +97,16 @@ def save_model(
     # the model and the adapter, by the writer, to which the other ranks send their shards
     data = inputs.train if inputs.eval is None else inputs.eval
     samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
-    logps = score(built.scorer, samples)
+    logps: list[Tensor] = []
+    unscored: Exception | None = None
+    try:
+        logps = score(built.scorer, samples)
+    except Exception as error:  # noqa: BLE001 (raised once the model is written)
+        unscored = error
 
     def write(whole: Whole) -> None:
         trained = Trained(built.scorer.model, whole, samples, logps, built.models.saved_dtype)
-        _write(built, directory, trained, questions)
+        _write(built, directory, trained, questions, unscored)
 
     failure = ""
     try:
@@ -109,6 +117,8 @@ def save_model(
     if failure:
         rescued = checkpoints.rescue(built.trainer.done, built.trainer.random)
         raise CheckFailed(f"{failure}; {rescued}")
+    if ranks.is_writer:
+        files.remove(directory.with_name(UNPROVEN))
 
     # with save.merged=false, a model/ that an earlier end of this run has left
     older = directory.with_name(MODEL)
@@ -119,8 +129,37 @@ def save_model(
     return directory
 
 
-def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Question]) -> None:
-    """Write, compare and rename the merged model, the adapter, or both. Called on the writer."""
+@contextmanager
+def _kept_if_not_compared(written: Path, result: Path) -> Iterator[None]:
+    """Keep what is written as ``UNPROVEN`` where the block, which compares it, raises anything but a finding: a trained
+    model must not be lost to what proves it.
+    """
+    try:
+        yield
+    except (TautError, OSError, SafetensorError):  # a finding, or told with the directory
+        raise
+    except Exception as error:
+        unproven = result.with_name(UNPROVEN)
+        files.remove(unproven)
+        written.rename(unproven)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        said = (str(error).splitlines() or [""])[0]
+        raise CheckFailed(
+            f"the saved model cannot be compared with the trained one: {type(error).__name__}: {said} "
+            f"({Path(place.filename).name}:{place.lineno}); {unproven} has it, complete and not compared"
+        ) from error
+
+
+def _write(
+    built: Built,
+    result: Path,
+    trained: Trained,
+    questions: Sequence[Question],
+    unscored: Exception | None,
+) -> None:
+    """Write, compare and rename the merged model, the adapter, or both. Called on the writer. ``unscored``: why the
+    trained model has no scores.
+    """
     run, inputs, device = built.run, built.inputs, built.trainer.ranks.device
     emit = built.trainer.emit
 
@@ -153,29 +192,33 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
             adapted = load
 
         # compare; with a merged model also answer the golden prompts. What differs is raised, and nothing is renamed
-        if not run.save.merged:
-            assert adapted is not None, "save.merged=false is refused without adapters"
-            comparison = compare_adapted(trained, adapted())
-            emit_comparison(comparison)
-            require_sound([comparison])
-            num_goldens = 0
-            detail = "save.merged=false; `taut merge` writes the model and its contract"
-        else:
-            test = SavedModelTest(
-                trained=trained,
-                questions=questions,
-                stops=inputs.stops,
-                config=run.contract,
-                device=device,
-                trust_remote_code=run.trust_remote_code,
-                adapted=adapted,
-            )
-            began = time.perf_counter()
-            contract = test.run(model, emit_comparison)
-            seconds = time.perf_counter() - began
-            num_goldens = len(contract.goldens)
-            answered = f"golden prompts answered; {seconds:.1f} s with what is compared"
-            detail = contract.note or answered
+        complete = model if run.save.merged else written
+        with _kept_if_not_compared(complete, result):
+            if unscored is not None:
+                raise unscored
+            if not run.save.merged:
+                assert adapted is not None, "save.merged=false is refused without adapters"
+                comparison = compare_adapted(trained, adapted())
+                emit_comparison(comparison)
+                require_sound([comparison])
+                num_goldens = 0
+                detail = "save.merged=false; `taut merge` writes the model and its contract"
+            else:
+                test = SavedModelTest(
+                    trained=trained,
+                    questions=questions,
+                    stops=inputs.stops,
+                    config=run.contract,
+                    device=device,
+                    trust_remote_code=run.trust_remote_code,
+                    adapted=adapted,
+                )
+                began = time.perf_counter()
+                contract = test.run(model, emit_comparison)
+                seconds = time.perf_counter() - began
+                num_goldens = len(contract.goldens)
+                answered = f"golden prompts answered; {seconds:.1f} s with what is compared"
+                detail = contract.note or answered
         outcome = "passed" if num_goldens else "skipped"
         emit("check", name="contract", outcome=outcome, value=num_goldens, detail=detail)
 

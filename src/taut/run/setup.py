@@ -34,7 +34,7 @@ from taut.models.compiled_layers import compile_layers, require_compiler
 from taut.models.cpu import cpu_matmul
 from taut.models.experts import recorder_of
 from taut.models.heads import OwnCritic
-from taut.models.load import checkpoint_dtype, freeze, load_model
+from taut.models.load import checkpoint_dtype, freeze, load_model, refuses_grouped_experts
 from taut.models.lora.adapters import (
     adapter_settings,
     apply_lora,
@@ -248,6 +248,11 @@ def choose(
         *switches,
         *cpu_matmul.active().decisions,
     ]
+    if refuses_grouped_experts(device) and architecture.num_experts(
+        inputs.config.get_text_config()
+    ):
+        reason = "deterministic=true: the product of all experts at once counts by torch.histc"
+        decisions.append(Decision("experts", "one by one", reason))
     return dtype, chosen, decisions
 
 

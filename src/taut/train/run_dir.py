@@ -4,6 +4,7 @@
     out/events.jsonl     the log of events
     out/checkpoints/     training state: step-000200/ and so on, and ``latest``, a text file with the newest one's name
     out/model/           the result in Hugging Face format; with LoRA also out/adapter/, or that alone
+    out/model.unproven/  a complete result that could not be compared with the model in training; see the error
     out/best/            the best model so far, with eval.best
     out/tokens/          recorded tokens of some samples (taut/train/recorder.py)
     out/rollouts/        recorded trajectories
@@ -49,6 +50,7 @@ LATEST = "latest"
 META = "meta.json"
 """In a checkpoint: everything but the tensors."""
 MODEL, ADAPTER, BEST, CRITIC = "model", "adapter", "best", "critic"
+UNPROVEN = "model.unproven"
 BEST_FILE = "best.json"
 TOKENS, ROLLOUTS = "tokens", "rollouts"
 VOCABULARY = "vocabulary.parquet"
@@ -63,7 +65,7 @@ WAIT, NUM_WAITS = 0.01, 10
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
 """The system's errors where another process has the lock."""
 WRITTEN = (
-    *(MODEL, ADAPTER, BEST, CRITIC, CHECKPOINTS, TOKENS, ROLLOUTS, EVENTS),
+    *(MODEL, ADAPTER, UNPROVEN, BEST, CRITIC, CHECKPOINTS, TOKENS, ROLLOUTS, EVENTS),
     *("tensorboard", "wandb", REPORT_ID, MARK),
 )
 """Files of a run, which ``overwrite`` removes; the mark last, so that after a kill the rest is still a run."""
