@@ -280,15 +280,22 @@ class ServerEngine:
         done = {key: completion for share in shares for key, completion in share.items()}
         return [done[prompt.id, index] for prompt in prompts for index in range(sampling.n)]
 
-    def shared(self, work: Callable[[], T], ranks: Ranks | None) -> list[T]:
+    def shared(
+        self, work: Callable[[], T], ranks: Ranks | None, *, by_writer: bool = False
+    ) -> list[T]:
         """``Ranks.run_everywhere`` of work with these servers, woken before it and put to rest after it. All ranks use
-        the servers that have the last push.
+        the servers that have the last push. ``by_writer``: the writer alone works, and all ranks get its result.
         """
         if self.sync is not None:
             self.sync.wake()
             self.sync.hold()
-        outcome = outcome_of(work)
-        outcomes = [outcome] if ranks is None else ranks.gather(outcome)
+        is_idle = by_writer and ranks is not None and not ranks.is_writer
+        outcome: Any = None if is_idle else outcome_of(work)
+        outcomes = [outcome]
+        if ranks is not None and by_writer:
+            outcomes = [ranks.from_writer(outcome)] * ranks.size
+        elif ranks is not None:
+            outcomes = ranks.gather(outcome)
         self.rest()
         return results_of(outcomes)
 

@@ -123,17 +123,13 @@ class ShardFetcher:
 
     def _kept(self, wanted: RemoteShard) -> Shard | None:
         """The shard, if it is in the folder and whole."""
-        shard_files = self._opened.get(wanted.name) or cache.ShardFiles(
-            self.folder / wanted.name, wanted.meta
-        )
+        new = cache.ShardFiles(self.folder / wanted.name, wanted.meta)
         try:
-            shard = shard_files.open()
+            return self._opened.setdefault(wanted.name, new).open()
         except cache.FAILURES as error:
             cache.reason_of(error)
             self._forget(wanted.name)
             return None
-        self._opened[wanted.name] = shard_files
-        return shard
 
     def _forget(self, name: str) -> None:
         if (shard_files := self._opened.pop(name, None)) is not None:

@@ -592,7 +592,7 @@ def row_starts(line_S: IntArray) -> IntArray:
     return np.flatnonzero(np.diff(line_S, prepend=-1))
 
 
-def file_stamp(path: str) -> tuple[int, int]:
+def file_stamp(path: str | Path) -> tuple[int, int]:
     """Size and time of last change of a file; -1 and -1 where it does not exist."""
     try:
         status = Path(path).stat()
