@@ -25,8 +25,8 @@ def packed(value: Any) -> memoryview:
     return content.getbuffer()
 
 
-def unpacked(content: bytes | NDArray[np.uint8]) -> Any:
-    """The value that was packed."""
+def unpacked(content: Any) -> Any:
+    """The value that was packed. ``content``: bytes, or an array of them."""
     return pickle.loads(content)
 
 
@@ -35,8 +35,7 @@ class _Pickler(pickle.Pickler):
         if type(value) is not np.ndarray or value.ndim != 1 or value.size < 2:
             return NotImplemented
         if value.dtype == np.int64:
-            bounds = map(int, (value.min(), value.max()))
-            narrow = np.result_type(*map(np.min_scalar_type, bounds))
+            narrow = np.result_type(*map(np.min_scalar_type, (value.min(), value.max())))
             steps = np.diff(value)
             starts = np.append(0, np.flatnonzero(np.diff(steps)) + 1)
             if 2 * starts.size * value.itemsize < value.size * narrow.itemsize:

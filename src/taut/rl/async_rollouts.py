@@ -189,8 +189,8 @@ class AsyncRollouts(RolloutSource):
         """Take the groups of a rollout. The server has the weights of ``request.version``."""
         engine, ranks = self.worker.engine, self.worker.ranks
         assert isinstance(engine, ServerEngine)
-        taken = engine.shared(partial(self._take, request), ranks, by_writer=True)
-        rollout, self._taken = taken[0]
+        take = partial(self._take, request)
+        rollout, self._taken = engine.shared(partial(ranks.run_on_writer, take))
         return rollout
 
     def commit(self, rollout: Rollout, samples: Sequence[TrainSample]) -> None:

@@ -110,8 +110,8 @@ class RolloutWorker(RolloutSource):
         if isinstance(self.engine, ServerEngine):
             judge = None if self.judges_together else self.judge
             sample = partial(self._ask_server, self.engine, rows, sampling, judge, request)
-            shared = self.engine.shared(sample, self.ranks, by_writer=True)
-            sampled, generated, oversampled = shared[0]
+            run = partial(self.ranks.run_on_writer, sample)
+            sampled, generated, oversampled = self.engine.shared(run)
             if judge is not None:
                 return sampled, generated, oversampled
         else:
