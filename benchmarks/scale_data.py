@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 KEY, SAMPLES = "0" * 64, 64
 """Name of the source; samples of a shard."""
@@ -61,7 +62,7 @@ def main() -> None:
 def compare_shards(num_shards: int, limit: int) -> None:
     from taut.data.store import cache
 
-    os.fsync = lambda _: None  # what is written is removed again
+    os.fsync = lambda _: None  # type: ignore[assignment]  # what is written is removed again
     with tempfile.TemporaryDirectory() as folder:
         cache.save(Path(folder), KEY, lambda _: map(shard, range(num_shards)))
         print(
@@ -77,7 +78,7 @@ def shard(number: int) -> Any:
     from taut.data.store.shards import Shard
 
     first = number * SAMPLES
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "ids": np.repeat(np.arange(first, first + SAMPLES, dtype=np.int32), 100),
         "offsets": np.arange(SAMPLES + 1) * 100,
         "target_at": np.full(SAMPLES, 99, np.int32),
@@ -137,7 +138,7 @@ def send_rollouts(mib: int) -> None:
 
     from taut.train import distributed
 
-    class Received(TorchDispatchMode):
+    class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_bytes = 0
 
         def __torch_dispatch__(
@@ -165,7 +166,7 @@ def send_rollouts(mib: int) -> None:
         ranks.gather(None)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         held, began = memory("VmRSS"), time.perf_counter()
-        with Received() as received:
+        with Received() as received:  # type: ignore[no-untyped-call]
             found = way()
         seconds = ranks.max([time.perf_counter() - began])[0]
         peak = ranks.max([memory("VmHWM") - held])[0]

@@ -168,7 +168,7 @@ class Ranks:
         dist.broadcast(num_bytes, 0, group=self.group)
         if not self.is_writer:
             content = torch.empty(int(num_bytes), dtype=torch.uint8)
-        for part in content.split(BROADCAST_BYTES):
+        for part in torch.split(content, BROADCAST_BYTES):
             dist.broadcast(part, 0, group=self.group)
         return value if self.is_writer else narrow.unpacked(content.numpy())
 

@@ -6,9 +6,11 @@ import json
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.helpers.forked_processes import run
 
 from taut.data.batching import Rows
@@ -57,7 +59,7 @@ def made(number: int) -> Shard:
     """A shard of samples of 4 tokens, which no other has."""
     first = number * PER_SHARD
     ids = np.arange(4 * first, 4 * (first + PER_SHARD), dtype=np.int32)
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "ids": ids,
         "offsets": np.arange(PER_SHARD + 1) * 4,
         "target_at": np.full(PER_SHARD, 3, np.int32),
