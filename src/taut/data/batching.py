@@ -264,7 +264,10 @@ class Rows:
 
     def trees(self, indices: Sequence[int]) -> list[Tree]:
         """The trees of a step. Their groups are numbered in this order."""
-        return self.trees_of([self.samples(index) for index in indices])
+        rows = [list[Sample]()] * len(indices)
+        for place in np.argsort(indices, kind="stable").tolist():  # each shard is opened once
+            rows[place] = self.samples(indices[place])
+        return self.trees_of(rows)
 
     def trees_of(self, rows: Sequence[Sequence[Sample]]) -> list[Tree]:
         """The trees of rows with these samples."""

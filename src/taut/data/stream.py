@@ -222,8 +222,8 @@ class Recorded:
             return cache.read_shard(place, window["shard"])
         except cache.FAILURES as error:
             raise StreamError(
-                f"{place}: the recorded rows are damaged ({error}); expected them as they were written; remove "
-                f"{self.folder} to read the stream again from its first row"
+                f"{place}: the recorded rows are damaged ({cache.reason_of(error)}); expected them as they were "
+                f"written; remove {self.folder} to read the stream again from its first row"
             ) from None
 
     def first(self) -> list[StreamRow]:

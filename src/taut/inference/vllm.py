@@ -70,7 +70,7 @@ from taut.inference.weight_sync import (
     how_to_start,
 )
 from taut.io import http, progress
-from taut.train.distributed import Ranks, outcome_of, results_of
+from taut.train.distributed import outcome_of, results_of
 from taut.types import Completion, FinishReason, Prompt
 
 T = TypeVar("T")
@@ -276,21 +276,22 @@ class ServerEngine:
         self.require_possible(prompts, sampling)
         ranks = None if self.sync is None else self.sync.trained.ranks
         mine = prompts if ranks is None else prompts[ranks.rank :: ranks.size]
-        shares = self.shared(partial(self._generate, mine, sampling, on_done), ranks)
+        work = partial(self._generate, mine, sampling, on_done)
+        shares = self.shared(lambda: [work()] if ranks is None else ranks.run_everywhere(work))
         done = {key: completion for share in shares for key, completion in share.items()}
         return [done[prompt.id, index] for prompt in prompts for index in range(sampling.n)]
 
-    def shared(self, work: Callable[[], T], ranks: Ranks | None) -> list[T]:
-        """``Ranks.run_everywhere`` of work with these servers, woken before it and put to rest after it. All ranks use
-        the servers that have the last push.
+    def shared(self, run: Callable[[], T]) -> T:
+        """Run ``Ranks.run_everywhere`` or ``Ranks.run_on_writer`` of work with these servers, woken before it and put
+        to rest after it. All ranks use the servers that have the last push.
         """
         if self.sync is not None:
             self.sync.wake()
             self.sync.hold()
-        outcome = outcome_of(work)
-        outcomes = [outcome] if ranks is None else ranks.gather(outcome)
+        outcome = outcome_of(run)
         self.rest()
-        return results_of(outcomes)
+        result: T = results_of([outcome])[0]
+        return result
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None

@@ -342,7 +342,7 @@ class WeightSync:
             if num_back := ranks.run_on_writer(lambda: sum(map(_answers, gone))):
                 self.push(self.version)  # nothing was trained since
                 self.restarts += num_back
-        self.restarts = ranks.gather(self.restarts)[0]
+        self.restarts = ranks.from_writer(self.restarts)
         if not self.pool.in_use:
             raise self.pool.failure
 

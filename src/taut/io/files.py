@@ -15,6 +15,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
@@ -34,8 +35,21 @@ FILE_TYPES = {
     stat.S_IFBLK: "a block device",
     stat.S_IFDIR: "a directory",
 }
+OPEN_FILES = 2**16
+"""Limit of open files that a process of a run asks for: some programs close all that they may have, one by one."""
 JSON_LIMIT = 64 * 2**20
 """Largest JSON file that ``read_json`` reads by default, in bytes."""
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files as far as its user may, up to ``OPEN_FILES``: a connection to each other
+    rank is one, and a shard of the data has several.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(OPEN_FILES, hard % 2**63)  # no limit is -1
+    if soft % 2**63 < wanted:
+        with suppress(OSError, ValueError):  # a system that allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def home_path(text: str | os.PathLike[str]) -> Path:

@@ -189,13 +189,8 @@ class AsyncRollouts(RolloutSource):
         """Take the groups of a rollout. The server has the weights of ``request.version``."""
         engine, ranks = self.worker.engine, self.worker.ranks
         assert isinstance(engine, ServerEngine)
-
-        def work() -> tuple[Rollout, DrawState] | None:
-            return self._take(request) if ranks.is_writer else None
-
-        taken = engine.shared(work, ranks)[0]
-        assert taken is not None
-        rollout, self._taken = taken
+        take = partial(self._take, request)
+        rollout, self._taken = engine.shared(partial(ranks.run_on_writer, take))
         return rollout
 
     def commit(self, rollout: Rollout, samples: Sequence[TrainSample]) -> None:

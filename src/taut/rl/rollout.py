@@ -294,7 +294,8 @@ def score_trees(
     if trainer.ranks.size == 1:
         return scores_of
     everything: ModelScores = {name: {} for name in scores_of}
-    for share in trainer.ranks.gather(scores_of):
+    mine = {name: scores for name, scores in scores_of.items() if scores}
+    for share in trainer.ranks.gather(mine):
         for name, scores_of_sample in share.items():
             everything[name] |= scores_of_sample
     return everything

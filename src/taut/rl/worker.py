@@ -110,7 +110,8 @@ class RolloutWorker(RolloutSource):
         if isinstance(self.engine, ServerEngine):
             judge = None if self.judges_together else self.judge
             sample = partial(self._ask_server, self.engine, rows, sampling, judge, request)
-            sampled, generated, oversampled = self.engine.shared(sample, self.ranks)[0]
+            run = partial(self.ranks.run_on_writer, sample)
+            sampled, generated, oversampled = self.engine.shared(run)
             if judge is not None:
                 return sampled, generated, oversampled
         else:
@@ -132,11 +133,9 @@ class RolloutWorker(RolloutSource):
         judge: Judge | None,
         request: RolloutRequest,
     ) -> tuple[list[Trajectory], float, Oversampled | None]:
-        """Sample from a server. Return the values of ``_sample`` on the writer, nothing on other ranks. Without a judge
-        every group counts as wanted.
+        """Sample from a server, on the writer; return the values of ``_sample``. Without a judge every group counts as
+        wanted.
         """
-        if not self.ranks.is_writer:
-            return [], 0.0, None
         num_wanted = math.inf if request.num_wanted is None else request.num_wanted
         with closing(RolloutQueue(engine, sampling, self.environments, judge)) as queue:
             for number, row in enumerate(rows):

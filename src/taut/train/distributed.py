@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from taut.config import Decision, did_you_mean
 from taut.errors import ConfigError, Interrupted, RankFailed, TautError
-from taut.io import progress, threads
+from taut.io import files, narrow, progress, threads
 from taut.io.console import is_first_on_host
 from taut.io.replaced import replaced
 from taut.models import architecture, tensor_parallel
@@ -52,6 +52,8 @@ T = TypeVar("T")
 WholeTensors: TypeAlias = Callable[[Collection[str]], Iterator[tuple[str, Tensor]]]
 """Gives tensors of a module by their names in its state dict (``whole_tensors``)."""
 
+BROADCAST_BYTES = 2**28
+"""Bytes that are broadcast at a time."""
 TENSOR = "tensor"
 """The name of a mesh's axis along which ranks compute one micro-batch together."""
 
@@ -151,8 +153,25 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        dist.all_gather_object(values, bytes(narrow.packed(value)), group=self.group)
+        return [narrow.unpacked(content) for content in values]
+
+    def from_writer(self, value: T) -> T:
+        """The writer's value, on every rank; what others give is not read. It goes to each rank once, however many
+        there are (``gather`` takes the size of the largest value times their number). Waits for all, as ``gather``.
+        """
+        if self.size == 1:
+            return value
+        self.barrier()
+        held = narrow.packed(value if self.is_writer else None)
+        content = torch.frombuffer(held, dtype=torch.uint8)
+        num_bytes = torch.tensor([content.numel()])
+        dist.broadcast(num_bytes, 0, group=self.group)
+        if not self.is_writer:
+            content = torch.empty(int(num_bytes), dtype=torch.uint8)
+        for part in torch.split(content, BROADCAST_BYTES):
+            dist.broadcast(part, 0, group=self.group)
+        return value if self.is_writer else narrow.unpacked(content.numpy())
 
     def run_everywhere(self, act: Callable[[], T], caught: type[Exception] = TautError) -> list[T]:
         """Run ``act`` on every rank and return the results of all, in rank order. Raises the error of the first rank
@@ -162,7 +181,8 @@ class Ranks:
 
     def run_on_writer(self, act: Callable[[], T]) -> T:
         """Run ``act`` on the writer alone; returns its result, or raises its error, on all ranks."""
-        outcomes: list[T] = self.agree(outcome_of(act) if self.is_writer else None)
+        outcome = self.from_writer(outcome_of(act) if self.is_writer else None)
+        outcomes: list[T] = results_of([outcome] * self.size)
         return outcomes[0]
 
     def agree(self, outcome: Any) -> list[Any]:
@@ -224,6 +244,7 @@ def world_size() -> int:
 
 def start(device: str = "auto", parallel: ParallelConfig = UNDIVIDED) -> Ranks:
     """Join torchrun's process group, if there is one. ``device``: auto, cpu, cuda or cuda:N."""
+    files.allow_open_files()
     size = world_size()
     require_divisors(size, parallel)
     offloads = parallel.cpu_offload
@@ -705,7 +726,7 @@ def run_with_whole_tensors(module: nn.Module, ranks: Ranks, act: Callable[[Whole
     with whole_tensors(module, ranks) as whole:
         if whole is not None:
             outcome = outcome_of(partial(act, whole))
-    result: T = ranks.agree(outcome)[0]
+    result: T = results_of([ranks.from_writer(outcome)] * ranks.size)[0]
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 import resource
@@ -37,10 +38,10 @@ from taut.data import tokenize
 from taut.data.dataset import Dataset
 from taut.data.render import images
 from taut.data.settings import Split
-from taut.data.store import remote_shards
+from taut.data.store import cache, remote_shards
 from taut.data.store import shards as shards_module
 from taut.errors import DataError, OutputError, TautError
-from taut.io import hub, remote
+from taut.io import files, hub, remote
 from taut.methods.sft import Sft
 from taut.run.inputs import load_language, load_stops
 
@@ -336,6 +337,32 @@ def test_what_steps_will_read_is_fetched_ahead(model: Path, store: Store) -> Non
     waited = fetched.waited
     data[last]
     assert fetched.waited == waited
+
+
+def test_a_closed_shard_that_another_process_removed_is_fetched_again(
+    model: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "MOST_OPEN_FILES", 1)
+    data = load(model, store.url)
+    (fetcher,), last = data.fetchers, len(data) - 1
+    before = data[0].ids_T.tolist()
+    (folder,) = (path for path in fetcher.folder.iterdir() if path.is_dir())
+    data[last], data[0], data[last]  # each closes the other
+    assert fetcher.num_fetched == 2
+    shutil.rmtree(folder)
+    assert data[0].ids_T.tolist() == before
+    assert fetcher.num_fetched == 3
+    # where it is closed and cannot be opened, it stays where it is
+    data[last]
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "open_regular", no_room)
+        with pytest.raises(TautError, match="the data are sound"):
+            data[0]
+    assert data[0].ids_T.tolist() == before and fetcher.num_fetched == 3
+
+
+def no_room(path: Path) -> None:
+    raise OSError(errno.EMFILE, "Too many open files", str(path))
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

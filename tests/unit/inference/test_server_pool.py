@@ -193,10 +193,10 @@ def test_a_server_that_comes_back_amid_the_check_before_a_rollout_is_used(folder
     back: list[Callable[[], object]] = []
 
     class Amid(Ranks):
-        def gather(self, value: Any) -> list[Any]:
+        def from_writer(self, value: Any) -> Any:
             if back and any(isinstance(found, EngineError) for found in value):
                 back.pop()()
-            return super().gather(value)
+            return super().from_writer(value)
 
     servers = [WeightServer() for _ in range(2)]
     asked = trained(tiny(), Amid(0, 1, CPU))

@@ -396,6 +396,9 @@ class Second(Ranks):
         assert value is None
         return [type(self).said, None]
 
+    def from_writer(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
 
 def test_a_rank_that_does_not_write_hears_of_the_writer_s_failure() -> None:
     class Failing(Second):
@@ -416,6 +419,9 @@ def test_ranks_share_the_prompts_and_have_all_answers(folder: str) -> None:
             if not isinstance(value, dict) or ("a", 0) not in value:
                 return [value, {} if isinstance(value, dict) else None]
             return [value, {("b", 0): completion("b"), ("d", 0): completion("d")}]
+
+        def from_writer(self, value: Any) -> Any:
+            return value
 
     server = WeightServer()
     with following(server, trained(tiny(), First(0, 2, CPU)), folder=folder) as engine:

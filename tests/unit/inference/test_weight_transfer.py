@@ -278,6 +278,9 @@ def test_two_ranks_send_once_and_again_together(backend: str, nccl: FakeNccl) ->
             barrier.wait()
             return values
 
+        def from_writer(self, value: Any) -> Any:
+            return self.gather(value)[0]
+
     server, model = TransferServer(backend=backend, gpu=GPU[backend], nccl=nccl), tiny()
     change(model)
 

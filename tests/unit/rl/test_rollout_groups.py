@@ -192,6 +192,9 @@ def test_what_stops_the_judging_stops_every_rank(is_writer: bool) -> None:
         def gather(self, value: object) -> list[object]:
             return [value, None] if is_writer else [*told, value]
 
+        def from_writer(self, value: Any) -> Any:
+            return self.gather(value)[0]
+
     def worth(one: RewardInput) -> float:
         raise UserCodeError("the reward worth returned 'good'")
 

@@ -181,6 +181,9 @@ def test_the_first_ranks_error_is_raised_on_every_rank() -> None:
         def gather(self, value: object) -> list[object]:
             return [ConfigError("of the first"), value]
 
+        def from_writer(self, value: object) -> object:  # type: ignore[override]
+            return self.gather(value)[0]
+
     def fail() -> int:
         raise ConfigError("of the second")
 

@@ -176,7 +176,7 @@ class PretokenizedSource:
         )
         require_room(there, limit)
         summaries = [cache.summary_of(shard["meta"]) for shard in listed]
-        shards = Shards(summaries, lambda number: fetcher.open(there[number]), is_remote=True)
+        shards = Shards(summaries, lambda number: fetcher.open(there[number]))
         return shards, RemoteShards(fetcher, there)
 
 

@@ -61,7 +61,8 @@ class ShardFetcher:
         """Number of shards that this process fetched, and their bytes."""
         self.waited = 0.0
         """Seconds that steps waited for shards."""
-        self._opened: dict[str, Shard] = {}
+        self._opened: dict[str, cache.ShardFiles] = {}
+        """Shards that were opened, by name; another process may have removed them since."""
         self._lock = threading.RLock()
         """Held while a shard is fetched."""
         self._upcoming: tuple[RemoteShard, ...] = ()
@@ -76,7 +77,7 @@ class ShardFetcher:
 
     def open(self, wanted: RemoteShard) -> Shard:
         """Fetch and verify a shard. Raises DataError where it cannot be fetched, or is not the one that was written."""
-        if (shard := self._opened.get(wanted.name)) is not None:
+        if wanted.name in self._opened and (shard := self._kept(wanted)) is not None:
             return shard
         began = time.monotonic()
         self._num_waiting += 1
@@ -94,7 +95,7 @@ class ShardFetcher:
         self._upcoming = tuple(dict.fromkeys(shards))
         for name in list(self._opened):
             if not (self.folder / name).is_dir():  # another process needed the room
-                self._opened.pop(name, None)
+                self._forget(name)
         self._told.set()
         if self._thread is None or not self._thread.is_alive():  # a fork has no threads
             self._thread = threading.Thread(
@@ -120,6 +121,20 @@ class ShardFetcher:
                 except (TautError, OSError):
                     break  # raised where the shard is needed
 
+    def _kept(self, wanted: RemoteShard) -> Shard | None:
+        """The shard, if it is in the folder and whole."""
+        new = cache.ShardFiles(self.folder / wanted.name, wanted.meta)
+        try:
+            return self._opened.setdefault(wanted.name, new).open()
+        except cache.FAILURES as error:
+            cache.reason_of(error)
+            self._forget(wanted.name)
+            return None
+
+    def _forget(self, name: str) -> None:
+        if (shard_files := self._opened.pop(name, None)) is not None:
+            shard_files.close()
+
     # -- under the lock
 
     @contextmanager
@@ -140,31 +155,29 @@ class ShardFetcher:
 
     def _open(self, wanted: RemoteShard, *, is_needed: bool) -> Shard | None:
         """The shard, fetched if it is missing; None if there is no room and it is not needed yet."""
-        if (shard := self._opened.get(wanted.name)) is not None:
+        # Use it if it is there and whole.
+        if (shard := self._kept(wanted)) is not None:
             return shard
         place = self.folder / wanted.name
-        # Use it if it is there and whole.
         if place.is_dir():
-            try:
-                self._opened[wanted.name] = cache.open_shard(place, wanted.meta)
-                return self._opened[wanted.name]
-            except cache.FAILURES:
-                files.remove(place)  # the disk changed it; fetched again
+            files.remove(place)  # the disk changed it; fetched again
         if not self._make_room(wanted, is_needed=is_needed):
             return None
         # Else fetch it, and give it its name when it is whole.
         partial = self.folder / f"{wanted.name}{PARTIAL}"
         try:
-            shard = self._fetch(wanted, partial)
+            shard_files = self._fetch(wanted, partial)
+            shard = shard_files.open()
             partial.rename(place)
         except OSError as error:
             raise self._unwritable(error) from None
-        self._opened[wanted.name] = shard
+        shard_files.folder = place
+        self._opened[wanted.name] = shard_files
         self.num_fetched += 1
         self.num_bytes += wanted.num_bytes
         return shard
 
-    def _fetch(self, wanted: RemoteShard, partial: Path) -> Shard:
+    def _fetch(self, wanted: RemoteShard, partial: Path) -> cache.ShardFiles:
         for left in self.folder.glob(f"*{PARTIAL}"):
             if left != partial:
                 shutil.rmtree(left, ignore_errors=True)
@@ -176,14 +189,17 @@ class ShardFetcher:
             if not path.is_file() or path.stat().st_size != size:
                 remote.copy(f"{wanted.url}/{name}.npy", path, size)
         files.sync(partial)
+        shard_files = cache.ShardFiles(partial, wanted.meta)
         try:
-            return cache.open_shard(partial, wanted.meta)
+            shard_files.open()
         except cache.FAILURES as error:
+            reason = cache.reason_of(error)
             shutil.rmtree(partial, ignore_errors=True)
             raise DataError(
-                f"data: {wanted.url} is not the shard that was written ({cache.reason_of(error)}); expected that of "
-                f"its {cache.MANIFEST}; put the shard back, or tokenize again"
+                f"data: {wanted.url} is not the shard that was written ({reason}); expected that of its "
+                f"{cache.MANIFEST}; put the shard back, or tokenize again"
             ) from None
+        return shard_files
 
     def _make_room(self, wanted: RemoteShard, *, is_needed: bool) -> bool:
         """Remove the shards needed last until the wanted one fits; False if it does not. Nothing that is needed sooner
@@ -207,14 +223,14 @@ class ShardFetcher:
             )
             if not is_needed and place_of.get(last.name, never) <= own:
                 return False
-            self._opened.pop(last.name, None)
+            self._forget(last.name)
             files.remove(last)
             del sizes[last]
         return True
 
     def _unwritable(self, error: OSError) -> OutputError:
         return OutputError(
-            f"{self.folder}: fetched shards cannot be kept there: {error.strerror or error}; expected a directory with "
+            f"{self.folder}: fetched shards cannot be kept there: {cache.reason_of(error)}; expected a directory with "
             "room; free some, set data.fetched_gb, or set data.cache or TAUT_CACHE"
         )
 

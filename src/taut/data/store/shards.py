@@ -342,20 +342,11 @@ class Shard:
 
 
 class Shards(Sequence[Shard]):
-    """The shards of a tokenized source, in order. A shard is opened when it is first asked for, and stays open."""
+    """The shards of a tokenized source, in order. A shard is opened, or fetched, when it is asked for."""
 
-    def __init__(
-        self,
-        summaries: Sequence[Summary],
-        open_shard: Callable[[int], Shard],
-        *,
-        is_remote: bool = False,
-    ) -> None:
-        """``is_remote``: a shard is fetched when it is asked for; it may be removed again, and does not stay open."""
-        self.summaries, self.is_remote = tuple(summaries), is_remote
-        self._open_shard = open_shard
-        self.opened: dict[int, Shard] = {}
-        """Open shards by number."""
+    def __init__(self, summaries: Sequence[Summary], open_shard: Callable[[int], Shard]) -> None:
+        """``open_shard``: is called each time a shard is asked for."""
+        self.summaries, self._open_shard = tuple(summaries), open_shard
         digests = [summary.digest for summary in summaries]
         self.digest = digests[0] if len(digests) == 1 else digest_of(digests)
         """Equal for equal samples in equal shards."""
@@ -394,12 +385,7 @@ class Shards(Sequence[Shard]):
         """The shard, opened. Raises DataError where it is damaged."""
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
-        if self.is_remote:
-            return self._open_shard(number)
-        if number not in self.opened:
-            self.opened[number] = self._open_shard(number)
-        return self.opened[number]
+        return self._open_shard(range(len(self))[index])
 
     def locate(self, index: int) -> tuple[Shard, int]:
         """The shard of a sample, and the sample's index in it."""
@@ -606,7 +592,7 @@ def row_starts(line_S: IntArray) -> IntArray:
     return np.flatnonzero(np.diff(line_S, prepend=-1))
 
 
-def file_stamp(path: str) -> tuple[int, int]:
+def file_stamp(path: str | Path) -> tuple[int, int]:
     """Size and time of last change of a file; -1 and -1 where it does not exist."""
     try:
         status = Path(path).stat()
