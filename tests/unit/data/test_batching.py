@@ -14,8 +14,8 @@ from tests.helpers.tiny_samples import sample
 from taut.data.batching import (
     Budget,
     CostModel,
+    Line,
     Microbatch,
-    _piece,
     assign,
     layouts,
     prefix_groups,
@@ -37,9 +37,15 @@ def chats(num_samples: int, seed: int) -> list[Sample]:
     ]
 
 
+def cost_of(trees: Microbatch, budget: Budget) -> float:
+    """Predicted cost of trees that are laid out together."""
+    line = Line([Tree(tuple(samples_of(trees)))], budget)
+    return sum(tree.cost for tree in line.trees)
+
+
 def imbalance(ranks: Sequence[Sequence[Microbatch]], budget: Budget) -> float:
     """Largest predicted cost of a rank, divided by the mean."""
-    costs = [sum(_piece(samples_of(trees), budget).cost for trees in rank) for rank in ranks]
+    costs = [sum(cost_of(trees, budget) for trees in rank) for rank in ranks]
     return max(costs) / (sum(costs) / len(costs))
 
 
