@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush, heapreplace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -93,6 +93,8 @@ class Budget(NamedTuple):
     """Whether every micro-batch is one sample: for models with state across tokens."""
 
 
+PLAN = 2
+"""Version of ``assign``: under another one the micro-batches of a step may be others, and numbers agree to rounding."""
 Microbatch = tuple[Tree, ...]
 """Trees that are computed together."""
 
@@ -112,7 +114,7 @@ Bin = list[Piece]
 """The pieces of one micro-batch."""
 Round = list[Bin]
 """The micro-batches that run at the same time, at most one a rank."""
-SHARES = (np.inf, 2.0, 1.4, 1.1, 1.0, 0.5, 0.25)
+SHARES = tuple(2.0 * 0.9**number for number in range(24))
 """Bounds of a piece's cost that are tried, in shares of what the slowest rank computes at least."""
 MOST_FULL = 32
 """Bins without room that are passed over before there have to be more of them."""
@@ -191,30 +193,33 @@ class Line:
     def rounds(self) -> list[Round]:
         """The micro-batches of all ranks."""
         num_ranks = self.budget.num_ranks
+        pieces = self.cut(np.inf)
         if num_ranks == 1:
-            return _by_ranks(self.cut(np.inf), self.most, 1)
+            bins = _first_fit([piece.size for piece in pieces], self.most)
+            return [[[pieces[index] for index in indices]] for indices in bins]
         places = np.arange(len(self.samples))
-        largest = max(piece.cost for piece in self.pieces(places, places + 1))
-        floor = max(sum(tree.cost for tree in self.trees) / num_ranks, largest)
-        # Finer pieces balance better and share less: take them only where they save more than 3%.
-        best: list[Round] = []
-        least = np.inf
-        pieces: list[Piece] = []
+        largest = max((it.cost for it in self.pieces(places, places + 1)), default=0.0)
+        floor = max(_cost(pieces) / num_ranks, largest)
+        # Finer pieces balance better and share less: take them only where they save more than 2%.
+        best = _by_rounds(pieces, self.most, num_ranks)
+        least = _lockstep(best)
         for share in SHARES:
             before, pieces = pieces, self.cut(share * floor)
-            if pieces == before or least < 1.03 * floor:
-                continue
-            for deal in (_by_rounds, _by_ranks):
-                rounds = deal(pieces, self.most, num_ranks)
-                lockstep = sum(max(map(_cost, bins)) for bins in rounds)
-                if lockstep < 0.97 * least:
+            if max(floor, _cost(pieces) / num_ranks) > 0.98 * least:
+                break
+            if pieces != before:
+                rounds = _by_rounds(pieces, self.most, num_ranks)
+                if (lockstep := _lockstep(rounds)) < 0.98 * least:
                     best, least = rounds, lockstep
         return best
 
     def cut(self, most_cost: float) -> list[Piece]:
         """Pieces within the budget of at most this cost, the largest cost first. A sample or atom may be over both."""
         whole, start, stop = [], list[int](), list[int]()
-        tokens, cost = self.sums[0].tolist(), self.cost(self.sums).tolist()
+        length, tokens, cost = (
+            x.tolist() for x in (self.length, self.sums[0], self.cost(self.sums))
+        )
+        again = self.again[0].tolist(), self.cost(self.again).tolist()
         for tree in self.trees:
             is_within = tree.size <= self.most and tree.cost <= most_cost
             if is_within or tree.stop - tree.start == 1 or tree.start < self.num_coupled:
@@ -222,14 +227,17 @@ class Line:
                 continue
             at = tree.start
             while at < tree.stop:
-                again = self.again[:, at]
-                limits = (tokens, self.most - again[0]), (cost, most_cost - self.cost(again))
+                limits = tokens[at] + self.most - again[0][at], cost[at] + most_cost - again[1][at]
                 end = min(
-                    bisect_right(sums, sums[at] + room, at + 2, tree.stop + 1) - 1
-                    for sums, room in limits
+                    bisect_right(tokens, limits[0], at + 2, tree.stop + 1) - 1,
+                    bisect_right(cost, limits[1], at + 2, tree.stop + 1) - 1,
                 )
                 # rarely less of a prefix is worth sharing in a part than in the whole
-                while end - at > 1 and self.num_tokens(at, end) > self.most:
+                while (
+                    length[end] - length[at] > self.most
+                    and end - at > 1
+                    and self.num_tokens(at, end) > self.most
+                ):
                     end -= 1 + (end - at) // 8
                 start.append(at)
                 stop.append(end)
@@ -263,6 +271,11 @@ def _cost(pieces: Bin) -> float:
     return sum(piece.cost for piece in pieces)
 
 
+def _lockstep(rounds: Sequence[Round]) -> float:
+    """The sum over rounds of the largest cost, which is first in a round."""
+    return sum(_cost(bins[0]) for bins in rounds)
+
+
 def _by_rounds(pieces: Sequence[Piece], most: int, num_ranks: int) -> list[Round]:
     """Bins of about equal cost, as many to all ranks as the budget requires; those of a round are neighbors by cost."""
     least = max(-(-sum(it.size for it in pieces) // most), sum(2 * it.size > most for it in pieces))
@@ -271,18 +284,6 @@ def _by_rounds(pieces: Sequence[Piece], most: int, num_ranks: int) -> list[Round
         num_rounds += 1 + num_rounds // 8
     bins = sorted(filter(None, bins), key=_cost, reverse=True)
     return [bins[at : at + num_ranks] for at in range(0, len(bins), num_ranks)]
-
-
-def _by_ranks(pieces: Sequence[Piece], most: int, num_ranks: int) -> list[Round]:
-    """Each piece, the largest cost first, to the rank with the least; of each rank as few bins as fit."""
-    ranks = _leveled(pieces, np.inf, num_ranks) or []
-    filled = [
-        [[own[index] for index in indices] for indices in _first_fit([it.size for it in own], most)]
-        for own in ranks
-    ]
-    if num_ranks > 1:
-        filled = [sorted(bins, key=_cost, reverse=True) for bins in filled]
-    return [[*filter(None, bins)] for bins in zip_longest(*filled)]
 
 
 def _leveled(pieces: Sequence[Piece], most: float, num_bins: int) -> list[Bin] | None:

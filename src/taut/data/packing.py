@@ -176,6 +176,8 @@ def prefix_order(samples: Sequence[Sample]) -> list[int]:
 
 def ids_with_pictures(sample: Sample) -> IntArray:
     """int64 [T]: the ids, with the first id of each image replaced by a number that identifies the image."""
+    if not sample.media:
+        return sample.ids_T
     ids_T = sample.ids_T.copy()
     for image in sample.media:
         ids_T[image.start] = PICTURE | int(image.picture.digest[:7], 16)
@@ -185,7 +187,7 @@ def ids_with_pictures(sample: Sample) -> IntArray:
 def common_prefix(left: Sample, right: Sample) -> int:
     """Number of leading tokens that two samples share, images included."""
     size = min(left.num_tokens, right.num_tokens)
-    for images in zip_longest(left.media, right.media):
+    for images in zip_longest(left.media, right.media) if left.media or right.media else ():
         keys = {
             image and (image.start, image.stop, image.grid, image.picture.digest)
             for image in images
