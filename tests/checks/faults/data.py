@@ -477,6 +477,7 @@ def micro_batches_over_the_budget(place: Place, is_faulty: bool) -> Session:
     """Bins that never fill up."""
     if is_faulty:
         place.patch.setattr(batching, "_first_fit", lambda sizes, most: [list(range(len(sizes)))])
+        place.patch.setattr(batching, "num_distinct_tokens", lambda samples, policy: 0)
     return place.session(batch__tokens_per_microbatch=64, batch__share_prefixes=False)
 
 
