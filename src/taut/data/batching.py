@@ -12,8 +12,10 @@ Does not say which samples a step has (``order.py``), and does not lay out token
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush, heapreplace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,12 +23,19 @@ import numpy as np
 
 from taut.data.dataset import Dataset, Samples
 from taut.data.order import MOST_IN_ARRAYS, Order, TokenLimit, is_large
-from taut.data.packing import PackPolicy, pack, prefix_order, shared_prefixes
+from taut.data.packing import (
+    PackPolicy,
+    branching,
+    neighbors,
+    num_distinct_tokens,
+    pack,
+    prefix_order,
+)
 from taut.data.packing import common_prefix as common_prefix_of
 from taut.data.render.images import outside, uncut, within
 from taut.data.settings import BatchConfig
 from taut.errors import ConfigError
-from taut.types import IntArray, Packed, Sample, Tree
+from taut.types import FloatArray, IntArray, Packed, Sample, Tree
 
 
 def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:
@@ -84,41 +93,234 @@ class Budget(NamedTuple):
     """Whether every micro-batch is one sample: for models with state across tokens."""
 
 
+PLAN = 2
+"""Version of ``assign``: under another one the micro-batches of a step may be others, and numbers agree to rounding."""
 Microbatch = tuple[Tree, ...]
 """Trees that are computed together."""
 
 
 class Piece(NamedTuple):
-    """A tree that stays in one micro-batch, with its distinct tokens and predicted cost."""
+    """Samples that stay in one micro-batch: a part of a ``Line``."""
 
-    tree: Tree
-    num_tokens: int
     cost: float
+    """Predicted, in FLOPs."""
+    size: int
+    """Distinct tokens; 1 where every micro-batch is one sample."""
+    start: int
+    stop: int
+
+
+Bin = list[Piece]
+"""The pieces of one micro-batch."""
+Round = list[Bin]
+"""The micro-batches that run at the same time, at most one a rank."""
+SHARES = tuple(2.0 * 0.9**number for number in range(24))
+"""Bounds of a piece's cost that are tried, in shares of what the slowest rank computes at least."""
+MOST_FULL = 32
+"""Bins without room that are passed over before there have to be more of them."""
 
 
 def assign(trees: Sequence[Tree], budget: Budget) -> list[list[Microbatch]]:
     """The micro-batches of every rank: ``[rank][micro-batch] -> trees``. A rank may have none.
 
-    Atoms are never split; other samples are pooled, so that prefixes common to several trees are found too.
+    Atoms are never split; other samples are pooled, so that prefixes common to several trees are found too, and a tree
+    over a bound is cut along its depth-first order. Ranks wait for each other in every micro-batch (each gathers the
+    weights of all), so the plan is the one in which the slowest ranks of all rounds take least. O(n log n).
     """
-    pool = [sample for tree in trees if not tree.is_atom for sample in tree.samples]
-    atoms = [_piece(tree.samples, budget, is_atom=True) for tree in trees if tree.is_atom]
-    assert not (atoms and budget.one_sample), "samples that run one at a time cannot be coupled"
-    total = sum(piece.cost for piece in atoms) + _piece(pool, budget).cost
-    # Finer pieces balance better and share less: take them only where they save more than 3%.
-    best: list[list[Piece]] = []
-    least = np.inf
-    for share in (1.0, 0.5, 0.25) if budget.num_ranks > 1 else (np.inf,):
-        pieces = atoms + _pieces(pool, budget, max_cost=share * total / budget.num_ranks)
-        ranks: list[list[Piece]] = [[] for _ in range(budget.num_ranks)]
-        loads = [0.0] * budget.num_ranks
-        for piece in sorted(pieces, key=lambda piece: -piece.cost):
-            rank = loads.index(min(loads))  # the largest first, to the least loaded rank
-            ranks[rank].append(piece)
-            loads[rank] += piece.cost
-        if max(loads) < 0.97 * least:
-            best, least = ranks, max(loads)
-    return [_fill(pieces, budget) for pieces in best]
+    line = Line(trees, budget)
+    loads = [0.0] * budget.num_ranks
+    ranks: list[list[Microbatch]] = [[] for _ in loads]
+    for bins in line.rounds():
+        # in each round the most to the rank that had least
+        places = sorted(range(budget.num_ranks), key=loads.__getitem__)
+        for rank, pieces in zip(places, sorted(bins, key=_cost, reverse=True), strict=False):
+            ranks[rank] += line.microbatches(pieces)
+            loads[rank] += _cost(pieces)
+    return ranks
+
+
+class Line:
+    """The samples of a step in one line: those of each atom, then all others depth first.
+
+    Neighbors have the longest common prefixes, so running sums give the tokens and the cost of any part.
+    """
+
+    def __init__(self, trees: Sequence[Tree], budget: Budget) -> None:
+        pool = [sample for tree in trees if not tree.is_atom for sample in tree.samples]
+        atoms = [tree.samples for tree in trees if tree.is_atom]
+        assert not (atoms and budget.one_sample), "samples that run one at a time cannot be coupled"
+        self.budget = budget
+        self.most = 1 if budget.one_sample else budget.tokens_per_microbatch
+        self.samples: list[Sample] = []
+        self.common: list[int] = []
+        prefixes: list[int] = []
+        for part in [*atoms, *([pool] if pool else [])]:
+            alone = list(range(len(part))), [0] * len(part)
+            order, common = alone if budget.one_sample else neighbors(part)
+            self.samples += [part[index] for index in order]
+            self.common += common
+            prefixes += branching(common, budget.min_saved_tokens)
+        self.num_coupled = len(self.samples) - len(pool)
+
+        # sums over the samples before each place: all tokens; distinct tokens, pairs and targets; their cost
+        length = np.array([sample.num_tokens for sample in self.samples])
+        prefix = np.array([*prefixes, 0])
+        # what a part computes once more that begins inside a tree
+        self.again = np.array([prefix, prefix * (prefix + 1) / 2, 0 * prefix])
+        num_targets = [sample.num_targets for sample in self.samples]
+        own = np.array([length, length * (length + 1) / 2, num_targets]) - self.again[:, :-1]
+        self.length = np.append(0, np.cumsum(length))
+        self.sums = np.concatenate([np.zeros((3, 1)), np.cumsum(own, axis=1)], axis=1)
+
+        # atoms, and the trees of the others
+        first = np.cumsum([0, *(len(atom) for atom in atoms)])
+        roots = np.flatnonzero(prefix == 0)
+        roots = roots[roots >= self.num_coupled]
+        others = self.pieces(roots[:-1], roots[1:])
+        self.trees = self.pieces(first[:-1], first[1:]) + others[:: 1 if budget.one_sample else -1]
+
+    def pieces(self, start: IntArray, stop: IntArray) -> list[Piece]:
+        """The parts between these places."""
+        work = self.sums[:, stop] - self.sums[:, start] + self.again[:, start]
+        size = stop - start if self.budget.one_sample else work[0].astype(int)
+        return [*map(Piece, self.cost(work).tolist(), size.tolist(), start.tolist(), stop.tolist())]
+
+    def cost(self, work: FloatArray) -> FloatArray:
+        """The predicted cost of tokens, pairs and targets."""
+        rates = self.budget.cost
+        return rates.per_token * work[0] + rates.per_pair * work[1] + rates.per_target * work[2]
+
+    def rounds(self) -> list[Round]:
+        """The micro-batches of all ranks."""
+        num_ranks = self.budget.num_ranks
+        pieces = self.cut(np.inf)
+        if num_ranks == 1:
+            bins = _first_fit([piece.size for piece in pieces], self.most)
+            return [[[pieces[index] for index in indices]] for indices in bins]
+        places = np.arange(len(self.samples))
+        largest = max((it.cost for it in self.pieces(places, places + 1)), default=0.0)
+        floor = max(_cost(pieces) / num_ranks, largest)
+        # Finer pieces balance better and share less: take them only where they save more than 2%.
+        best = _by_rounds(pieces, self.most, num_ranks)
+        least = _lockstep(best)
+        for share in SHARES:
+            before, pieces = pieces, self.cut(share * floor)
+            if max(floor, _cost(pieces) / num_ranks) > 0.98 * least:
+                break
+            if pieces != before:
+                rounds = _by_rounds(pieces, self.most, num_ranks)
+                if (lockstep := _lockstep(rounds)) < 0.98 * least:
+                    best, least = rounds, lockstep
+        return best
+
+    def cut(self, most_cost: float) -> list[Piece]:
+        """Pieces within the budget of at most this cost, the largest cost first. A sample or atom may be over both."""
+        whole, start, stop = [], list[int](), list[int]()
+        length, tokens, cost = (
+            x.tolist() for x in (self.length, self.sums[0], self.cost(self.sums))
+        )
+        again = self.again[0].tolist(), self.cost(self.again).tolist()
+        for tree in self.trees:
+            is_within = tree.size <= self.most and tree.cost <= most_cost
+            if is_within or tree.stop - tree.start == 1 or tree.start < self.num_coupled:
+                whole.append(tree)
+                continue
+            at = tree.start
+            while at < tree.stop:
+                limits = tokens[at] + self.most - again[0][at], cost[at] + most_cost - again[1][at]
+                end = min(
+                    bisect_right(tokens, limits[0], at + 2, tree.stop + 1) - 1,
+                    bisect_right(cost, limits[1], at + 2, tree.stop + 1) - 1,
+                )
+                # rarely less of a prefix is worth sharing in a part than in the whole
+                while (
+                    length[end] - length[at] > self.most
+                    and end - at > 1
+                    and self.num_tokens(at, end) > self.most
+                ):
+                    end -= 1 + (end - at) // 8
+                start.append(at)
+                stop.append(end)
+                at = end
+        pieces = whole + self.pieces(np.array(start, np.int64), np.array(stop, np.int64))
+        return sorted(pieces, key=lambda piece: -piece.cost)
+
+    def num_tokens(self, start: int, stop: int) -> int:
+        """Number of tokens that ``pack`` would lay out of a part."""
+        shared = branching([0, *self.common[start + 1 : stop]], self.budget.min_saved_tokens)
+        return int(self.length[stop] - self.length[start]) - sum(shared)
+
+    def microbatches(self, pieces: Bin) -> list[Microbatch]:
+        """The micro-batch of these pieces."""
+        trees = tuple(
+            Tree(tuple(self.samples[it.start : it.stop]), it.start < self.num_coupled)
+            for it in pieces
+        )
+        # Rarely a prefix that all trees share makes the longer prefixes of some save too little to be shared, and the
+        # trees need more tokens together than apart.
+        policy = PackPolicy(True, self.budget.min_saved_tokens)
+        fits = (
+            len(trees) == 1
+            or sum(self.length[it.stop] - self.length[it.start] for it in pieces) <= self.most
+            or num_distinct_tokens(samples_of(trees), policy) <= self.most
+        )
+        return [trees] if fits else [(tree,) for tree in trees]
+
+
+def _cost(pieces: Bin) -> float:
+    return sum(piece.cost for piece in pieces)
+
+
+def _lockstep(rounds: Sequence[Round]) -> float:
+    """The sum over rounds of the largest cost, which is first in a round."""
+    return sum(_cost(bins[0]) for bins in rounds)
+
+
+def _by_rounds(pieces: Sequence[Piece], most: int, num_ranks: int) -> list[Round]:
+    """Bins of about equal cost, as many to all ranks as the budget requires; those of a round are neighbors by cost."""
+    least = max(-(-sum(it.size for it in pieces) // most), sum(2 * it.size > most for it in pieces))
+    num_rounds = -(-least // num_ranks)
+    while (bins := _leveled(pieces, most, num_rounds * num_ranks)) is None:
+        num_rounds += 1 + num_rounds // 8
+    bins = sorted(filter(None, bins), key=_cost, reverse=True)
+    return [bins[at : at + num_ranks] for at in range(0, len(bins), num_ranks)]
+
+
+def _leveled(pieces: Sequence[Piece], most: float, num_bins: int) -> list[Bin] | None:
+    """Each piece in turn to the bin of least cost that has room; None if there is none among those of least cost."""
+    bins: list[Bin] = [[] for _ in range(num_bins)]
+    heap = [(0.0, 0, number) for number in range(num_bins)]
+    for piece in pieces:
+        full: list[tuple[float, int, int]] = []
+        while heap[0][1] and heap[0][1] + piece.size > most:
+            full.append(heappop(heap))
+            if not heap or len(full) > MOST_FULL:
+                return None
+        cost, size, number = heap[0]
+        bins[number].append(piece)
+        heapreplace(heap, (cost + piece.cost, size + piece.size, number))
+        for item in full:
+            heappush(heap, item)
+    return bins
+
+
+def _first_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """First fit, the largest first: the indices in each bin. What is over the budget gets a bin of its own."""
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    over = [[index] for index in order if sizes[index] > most]
+    bins: list[list[int]] = [[] for _ in order]
+    # a binary tree over the bins: the most room below each node
+    width = 1 << len(bins).bit_length()
+    room = [most] * (2 * width)
+    for index in order[len(over) :]:
+        node = 1
+        while node < width:
+            node = 2 * node + (room[2 * node] < sizes[index])
+        bins[node - width].append(index)
+        room[node] -= sizes[index]
+        while node := node // 2:
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return over + [indices for indices in bins if indices]
 
 
 def samples_of(trees: Sequence[Tree]) -> list[Sample]:
@@ -140,77 +342,8 @@ def divide(trees: Microbatch, policy: PackPolicy, tokens: int) -> list[list[Samp
         for tree in trees
         for unit in ([tree] if tree.is_atom else [Tree((sample,)) for sample in tree.samples])
     ]
-    sized = [Piece(unit, sum(s.num_tokens for s in unit.samples), 0.0) for unit in units]
-    bins = _first_fit(sized, tokens)
-    return [samples_of([piece.tree for piece in pieces]) for pieces in bins]
-
-
-def _piece(samples: Sequence[Sample], budget: Budget, *, is_atom: bool = False) -> Piece:
-    """The tree of samples that are laid out together, with their tokens and cost."""
-    order, shared = shared_prefixes(samples, PackPolicy(True, budget.min_saved_tokens))
-    lengths = np.array([samples[index].num_tokens for index in order])
-    prefixes = np.array(shared)
-    num_tokens = int((lengths - prefixes).sum())
-    pairs = (lengths * (lengths + 1) - prefixes * (prefixes + 1)).sum() / 2
-    num_targets = sum(sample.num_targets for sample in samples)
-    rates = budget.cost
-    cost = rates.per_token * num_tokens + rates.per_pair * pairs + rates.per_target * num_targets
-    tree = Tree(tuple(samples[index] for index in order), is_atom)
-    return Piece(tree, num_tokens, float(cost))
-
-
-def _pieces(pool: Sequence[Sample], budget: Budget, max_cost: float) -> list[Piece]:
-    """Groups of samples with common prefixes, cut where the shared prefix is shortest until all fit."""
-    if not pool:
-        return []
-    if budget.one_sample:
-        return [_piece([sample], budget) for sample in pool]
-    order, shared = shared_prefixes(pool, PackPolicy(True, budget.min_saved_tokens))
-    starts = [i for i, prefix in enumerate(shared) if prefix == 0]
-    todo = [list(range(a, b)) for a, b in zip(starts, [*starts[1:], len(order)], strict=True)]
-    done: list[Piece] = []
-    while todo:
-        run = todo.pop()
-        piece = _piece([pool[order[i]] for i in run], budget)
-        fits = piece.num_tokens <= budget.tokens_per_microbatch and piece.cost <= max_cost
-        if fits or len(run) == 1:
-            done.append(piece)
-            continue
-        # Cut it where the samples share least, and as near to the middle as that allows.
-        middle = len(run) / 2
-        cut = min(range(1, len(run)), key=lambda i: (shared[run[i]], abs(i - middle)))
-        todo += [run[cut:], run[:cut]]
-    return done
-
-
-def _fill(pieces: Sequence[Piece], budget: Budget) -> list[Microbatch]:
-    """The micro-batches of a rank's pieces."""
-    if budget.one_sample:
-        return [(piece.tree,) for piece in pieces]
-    filled: list[Microbatch] = []
-    for group in _first_fit(pieces, budget.tokens_per_microbatch):
-        trees = tuple(piece.tree for piece in group)
-        # Rarely a prefix that all trees share makes the longer prefixes of some save too little to be shared, and the
-        # trees need more tokens together than apart.
-        fits = _piece(samples_of(trees), budget).num_tokens <= budget.tokens_per_microbatch
-        filled += [trees] if fits else [(tree,) for tree in trees]
-    return filled
-
-
-def _first_fit(pieces: Sequence[Piece], tokens: int) -> list[list[Piece]]:
-    """First fit, longest first. A piece over the budget gets a bin of its own."""
-    bins: list[list[Piece]] = []
-    room: list[int] = []
-    for piece in sorted(pieces, key=lambda piece: -piece.num_tokens):
-        fitting = (index for index, free in enumerate(room) if free >= piece.num_tokens)
-        index = next(fitting, None)
-        if index is None:
-            bins.append([])
-            room.append(tokens)
-            index = len(bins) - 1
-        bins[index].append(piece)
-        room[index] -= piece.num_tokens
-    return bins
+    bins = _first_fit([sum(s.num_tokens for s in unit.samples) for unit in units], tokens)
+    return [samples_of([units[index] for index in indices]) for indices in bins]
 
 
 # -- trees of a data set

@@ -129,27 +129,43 @@ def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list
     """
     if not policy.share_prefixes or len(samples) == 1:
         return list(range(len(samples))), [0] * len(samples)
-    # neighbors in sorted order have the longest common prefixes
-    order = prefix_order(samples)
-    common = [0] + [common_prefix(samples[left], samples[right]) for left, right in pairwise(order)]
+    order, common = neighbors(samples)
+    return order, branching(common, policy.min_saved_tokens)
 
-    # lower each common prefix to the deepest branching point that saves enough: in a run of samples whose shortest
-    # common prefix is m, sharing the tokens between the branching point above and m saves (samples - 1) * (m - above)
-    kept = [0] * len(common)
-    runs = [(0, len(common), 0)]
-    while runs:
-        start, stop, above = runs.pop()
-        if stop - start < 2:
-            continue
-        shortest = min(common[start + 1 : stop])
-        if (stop - start - 1) * (shortest - above) >= policy.min_saved_tokens:
-            above = shortest
-        cuts = [i for i in range(start + 1, stop) if common[i] == shortest]
-        for i in cuts:
-            kept[i] = above
-        bounds = [start, *cuts, stop]
-        runs.extend((left, right, above) for left, right in pairwise(bounds))
-    return order, kept
+
+def neighbors(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+    """``(order, common)``: the indices of the samples in sorted order, where neighbors have the longest common
+    prefixes, and for each sample in that order the number of leading tokens that the one before it has too.
+    """
+    order = prefix_order(samples)
+    common = [common_prefix(samples[left], samples[right]) for left, right in pairwise(order)]
+    return order, [0, *common]
+
+
+def branching(common: Sequence[int], min_saved_tokens: int) -> list[int]:
+    """Each common prefix of sorted neighbors, lowered to the deepest branching point that saves enough: in a run of
+    samples whose shortest common prefix is m, sharing the tokens between the branching point above and m saves
+    (samples - 1) * (m - above).
+    """
+    # the run in which a prefix is the shortest lies between the nearest shorter prefixes on either side
+    num_samples = len(common)
+    depth = [-1, *common[1:], -1]
+    start, stop = [0] * num_samples, [num_samples] * num_samples
+    path = [0]
+    for i in range(1, num_samples + 1):
+        while depth[path[-1]] > depth[i]:
+            stop[path.pop()] = i
+        if i < num_samples:
+            start[i] = start[path[-1]] if depth[path[-1]] == depth[i] else path[-1]
+            path.append(i)
+
+    # the longer of these two is the branching point above
+    kept = [0] * (num_samples + 1)
+    for i in sorted(range(1, num_samples), key=depth.__getitem__):
+        above = kept[max(start[i], stop[i], key=depth.__getitem__)]
+        saves = (stop[i] - start[i] - 1) * (depth[i] - above) >= min_saved_tokens
+        kept[i] = depth[i] if saves else above
+    return kept[:num_samples]
 
 
 def prefix_order(samples: Sequence[Sample]) -> list[int]:
@@ -160,6 +176,8 @@ def prefix_order(samples: Sequence[Sample]) -> list[int]:
 
 def ids_with_pictures(sample: Sample) -> IntArray:
     """int64 [T]: the ids, with the first id of each image replaced by a number that identifies the image."""
+    if not sample.media:
+        return sample.ids_T
     ids_T = sample.ids_T.copy()
     for image in sample.media:
         ids_T[image.start] = PICTURE | int(image.picture.digest[:7], 16)
@@ -169,7 +187,7 @@ def ids_with_pictures(sample: Sample) -> IntArray:
 def common_prefix(left: Sample, right: Sample) -> int:
     """Number of leading tokens that two samples share, images included."""
     size = min(left.num_tokens, right.num_tokens)
-    for images in zip_longest(left.media, right.media):
+    for images in zip_longest(left.media, right.media) if left.media or right.media else ():
         keys = {
             image and (image.start, image.stop, image.grid, image.picture.digest)
             for image in images

@@ -7,8 +7,9 @@ source of data, and the environment. On resume each difference is of one of six 
     learning rate         of the remaining steps (``may_change.schedule``): applied from the next step on, and logged
     place of data         (``follow_sources``): applied if the contents are the same, and logged
     address of a reward   (``ADDRESS``): applied and logged; which model answers there is not checked
-    rounding              threads, ranks, libraries of products, token budget (``may_change.rounding``): equality bit
-                          for bit becomes equality within ``TOLERANCE``, and the log says so
+    rounding              threads, ranks, libraries of products, token budget (``may_change.rounding``), the version of
+                          the plan (``batching.PLAN``): equality bit for bit becomes equality within ``TOLERANCE``, and
+                          the log says so
     nothing               that affects a step (``may_change.freely``), or only the number of steps: applied
 
 A method defines which keys are of which kind (``RunConfig.may_change``).
@@ -30,6 +31,7 @@ from transformers import PreTrainedConfig
 
 from taut.config import fields_of, home_path, to_dict, user_path
 from taut.conflicts import default_of, is_table
+from taut.data.batching import PLAN
 from taut.data.growing import ROWS
 from taut.data.settings import DataConfig, Source
 from taut.data.store.top_logprobs import WithTeacher
@@ -95,6 +97,7 @@ def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
             "transformers": version("transformers"),
             "ranks": ranks.size,
             "threads": torch.get_num_threads(),
+            "plan": PLAN,
             "cpu_matmul": cpu_matmul.active().name,
             "processor": torch.cuda.get_device_name(ranks.device)
             if is_cuda

@@ -476,10 +476,8 @@ def an_order_that_forgets_samples(place: Place, is_faulty: bool) -> Session:
 def micro_batches_over_the_budget(place: Place, is_faulty: bool) -> Session:
     """Bins that never fill up."""
     if is_faulty:
-        place.patch.setattr(batching, "_first_fit", lambda pieces, tokens: [list(pieces)])
-        place.patch.setattr(
-            batching, "_fill", lambda pieces, budget: [tuple(p.tree for p in pieces)]
-        )
+        place.patch.setattr(batching, "_first_fit", lambda sizes, most: [list(range(len(sizes)))])
+        place.patch.setattr(batching, "num_distinct_tokens", lambda samples, policy: 0)
     return place.session(batch__tokens_per_microbatch=64, batch__share_prefixes=False)
 
 
@@ -500,10 +498,10 @@ def a_pack_that_forgets_weights(place: Place, is_faulty: bool) -> Session:
 
 @fault("data.packing", says="times in a step")
 def micro_batches_that_lose_a_sample(place: Place, is_faulty: bool) -> Session:
-    """The last piece of a rank is in no micro-batch: class 33."""
-    fill = batching._fill
+    """The last piece of a step is in no micro-batch: class 33."""
+    cut = batching.Line.cut
     if is_faulty:
-        place.patch.setattr(batching, "_fill", lambda pieces, budget: fill(pieces[:-1], budget))
+        place.patch.setattr(batching.Line, "cut", lambda self, most_cost: cut(self, most_cost)[:-1])
     return place.session()
 
 

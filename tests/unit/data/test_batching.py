@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,8 +15,8 @@ from tests.helpers.tiny_samples import sample
 from taut.data.batching import (
     Budget,
     CostModel,
+    Line,
     Microbatch,
-    _piece,
     assign,
     layouts,
     prefix_groups,
@@ -37,9 +38,15 @@ def chats(num_samples: int, seed: int) -> list[Sample]:
     ]
 
 
+def cost_of(trees: Microbatch, budget: Budget) -> float:
+    """Predicted cost of trees that are laid out together."""
+    line = Line([Tree(tuple(samples_of(trees)))], budget)
+    return sum(tree.cost for tree in line.trees)
+
+
 def imbalance(ranks: Sequence[Sequence[Microbatch]], budget: Budget) -> float:
     """Largest predicted cost of a rank, divided by the mean."""
-    costs = [sum(_piece(samples_of(trees), budget).cost for trees in rank) for rank in ranks]
+    costs = [sum(cost_of(trees, budget) for trees in rank) for rank in ranks]
     return max(costs) / (sum(costs) / len(costs))
 
 
@@ -214,3 +221,80 @@ def test_an_atom_stays_in_one_layout_with_sharing_off() -> None:
     others = Tree((sample("a", [4] * 30), sample("b", [5] * 30)))
     found = [packed.sample_ids for packed in layouts((others, pair), PackPolicy(False), 40)]
     assert sorted(found) == [("a",), ("b",), ("p+", "p-")]
+
+
+class TestScale:
+    """Time and quality of plans, with wide margins; ``benchmarks/scale.py`` measures them."""
+
+    def measured(self, trees: Sequence[Tree], budget: Budget) -> tuple[float, float]:
+        """The fullest rank and the lockstep of a plan (the sum over micro-batches of the slowest rank), over an even
+        division without repeated prefixes, or over the largest sample where that is more.
+        """
+        samples = samples_of(trees)
+        whole = cost_of(tuple(trees), budget) / budget.num_ranks
+        ideal = max(whole, *(cost_of((Tree((s,)),), budget) for s in samples))
+        costs = [[cost_of(some, budget) for some in rank] for rank in assign(trees, budget)]
+        rounds = range(max(map(len, costs)))
+        slowest = [max(rank[k] for rank in costs if k < len(rank)) for k in rounds]
+        return max(map(sum, costs)) / ideal, sum(slowest) / ideal
+
+    def trajectory(self, turns: int) -> list[Tree]:
+        """Each turn repeats the history without what was thought in it."""
+        random = np.random.default_rng(0)
+        history, samples = random.integers(0, 8000, 100).tolist(), []
+        for turn in range(turns):
+            thought, answer = (random.integers(0, 8000, size).tolist() for size in (6, 30))
+            ids = [*history, *thought, *answer]
+            samples.append(sample(f"turn {turn}", ids, len(history)))
+            history += answer
+        return [Tree(tuple(samples))]
+
+    @pytest.mark.parametrize("tokens", [7_000, 14_000])
+    def test_a_rewritten_history_is_cut_in_few_places(self, tokens: int) -> None:
+        _, lockstep = self.measured(self.trajectory(200), Budget(tokens, 8, COST))
+        assert lockstep <= 1.3
+
+    @pytest.mark.parametrize("num_ranks", [8, 32])
+    def test_ranks_hardly_wait_for_each_other_in_groups_of_answers(self, num_ranks: int) -> None:
+        random = np.random.default_rng(0)
+        trees = []
+        for group in range(64):
+            prompt = random.integers(0, 8000, 64).tolist()
+            lengths = np.clip(random.lognormal(5, 0.7, 16), 8, 1024).astype(int)
+            answers = [prompt + random.integers(0, 8000, length).tolist() for length in lengths]
+            some = [sample(f"{group}#{i}", answer, 64) for i, answer in enumerate(answers)]
+            trees.append(Tree(tuple(some)))
+        fullest, lockstep = self.measured(trees, Budget(2048, num_ranks, COST))
+        assert lockstep <= 1.1 * fullest
+        assert lockstep <= 1.2
+
+    def test_eight_times_the_ranks_and_samples_take_about_eight_times_as_long(self) -> None:
+        """A scan of all ranks for each sample takes 64 times as long."""
+
+        def seconds(num_ranks: int) -> float:
+            trees, budget = trees_of(chats(8 * num_ranks, 0)), Budget(4096, num_ranks, COST)
+            taken = []
+            for _ in range(3):
+                begin = time.process_time()
+                assign(trees, budget)
+                taken.append(time.process_time() - begin)
+            return min(taken)
+
+        assert seconds(512) <= 24 * seconds(64)
+
+    def test_twice_the_turns_take_about_twice_as_long(self) -> None:
+        """Their tokens are four times as many. One cut at a time takes 8 times as many sorts of these."""
+
+        def seconds(turns: int) -> float:
+            trees, taken = self.trajectory(turns), []
+            for _ in range(3):
+                begin = time.process_time()
+                assign(trees, Budget(turns * 35, 8, COST))
+                taken.append(time.process_time() - begin)
+            return min(taken)
+
+        assert seconds(160) <= 8 * seconds(80)
+
+    def test_without_trees_ranks_have_nothing(self) -> None:
+        assert assign([], Budget(10, 3, COST)) == [[], [], []]
+        assert assign([], Budget(10, 1, COST)) == [[]]

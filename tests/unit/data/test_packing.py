@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 from tests.helpers.tiny_samples import nested_family, sample
 
 from taut.attention.layout import Layout
-from taut.data.packing import ALONE, PackPolicy, num_distinct_tokens, pack, prefix_order
+from taut.data.packing import (
+    ALONE,
+    PackPolicy,
+    branching,
+    num_distinct_tokens,
+    pack,
+    prefix_order,
+)
 from taut.types import Packed, Sample
 
 SHARE_ALL = PackPolicy(True, 1)
@@ -180,3 +188,23 @@ def test_streams_follow_their_targets() -> None:
 def test_token_ids_beyond_16_bit_sort_as_numbers() -> None:
     samples = [sample("big", [70_000, 1]), sample("small", [255, 1]), sample("middle", [256, 1])]
     assert [samples[index].id for index in prefix_order(samples)] == ["small", "middle", "big"]
+
+
+@given(st.lists(st.integers(0, 20), max_size=14), st.integers(0, 16))
+def test_a_branching_point_is_kept_where_it_saves_enough(common: list[int], min_saved: int) -> None:
+    """By definition: of a run, its shortest common prefix, then the runs between where that is."""
+    kept = [0] * (len(common) + 1)
+    runs = [(0, len(kept), 0)]
+    while runs:
+        start, stop, above = runs.pop()
+        if stop - start < 2:
+            continue
+        inner = range(start + 1, stop)
+        shortest = min(common[i - 1] for i in inner)
+        if (stop - start - 1) * (shortest - above) >= min_saved:
+            above = shortest
+        cuts = [i for i in inner if common[i - 1] == shortest]
+        for i in cuts:
+            kept[i] = above
+        runs += [(left, right, above) for left, right in pairwise([start, *cuts, stop])]
+    assert branching([0, *common], min_saved) == kept
