@@ -188,7 +188,9 @@ class Line:
     def cost(self, work: FloatArray) -> FloatArray:
         """The predicted cost of tokens, pairs and targets."""
         rates = self.budget.cost
-        return rates.per_token * work[0] + rates.per_pair * work[1] + rates.per_target * work[2]
+        pairs, targets = rates.per_pair * work[1], rates.per_target * work[2]
+        cost: FloatArray = rates.per_token * work[0] + pairs + targets
+        return cost
 
     def rounds(self) -> list[Round]:
         """The micro-batches of all ranks."""
