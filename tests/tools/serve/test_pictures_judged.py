@@ -20,7 +20,7 @@ from tests.helpers.vision_processors import save_processor
 
 from taut.config import from_mapping
 from taut.errors import PictureError
-from taut.inference.reward_model import Batcher, Judge, open_judge, rater
+from taut.inference.reward_model import Judge, open_judge, rater
 from taut.inference.settings import JudgeUse
 from taut.models.attention_backends import PREFIX
 from taut.models.reward_model import load_reward_model
@@ -31,6 +31,7 @@ from taut.rewards.verifier import Score as Number
 from taut.vision.content import ImageRef
 from taut_tools.score.score import score
 from taut_tools.score.settings import Score
+from taut_tools.serve.batcher import Batcher
 from taut_tools.serve.reward import build_app
 from taut_tools.serve.settings import ServeReward
 

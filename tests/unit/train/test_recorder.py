@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 
 import taut
 from taut.cli import main
-from taut.commands import show_step
 from taut.data.packing import pack
 from taut.io import tables
 from taut.io.tables import read_tables
@@ -30,6 +29,7 @@ from taut.run.recorded import Recorded, Row, why_unlearned
 from taut.train.recorder import LEVELS, Recorder, _shared, choose
 from taut.train.settings import LogConfig, TokenRecordConfig
 from taut.train.trainer import StepReport
+from taut_tools.recorded import step as show_step
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:
