@@ -82,7 +82,7 @@ def run(stand_in: Server, case: Case) -> Found:
     return found
 
 
-@pytest.mark.parametrize("method", [*METHODS, *(set(judged_runs.METHODS) - set(METHODS))])
+@pytest.mark.parametrize("method", dict.fromkeys([*METHODS, *judged_runs.METHODS]))
 def test_methods(stand_in: Server, method: str) -> None:
     case = Case(method, is_saved=method in ("reward", "dpo", "ppo"))
     compare(run(stand_in, case), case)
