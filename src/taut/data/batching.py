@@ -183,8 +183,9 @@ class Line:
 
     def cost(self, work: FloatArray) -> FloatArray:
         """The predicted cost of tokens, pairs and targets."""
-        rates = self.budget.cost
-        return rates.per_token * work[0] + rates.per_pair * work[1] + rates.per_target * work[2]
+        parts = np.array(self.budget.cost)[:, None] * work
+        cost: FloatArray = parts[0] + parts[1] + parts[2]
+        return cost
 
     def rounds(self) -> list[Round]:
         """The micro-batches of all ranks."""
