@@ -25,11 +25,10 @@ from taut.data.dataset import Dataset, Samples
 from taut.data.order import MOST_IN_ARRAYS, Order, TokenLimit, is_large
 from taut.data.packing import (
     PackPolicy,
-    branching,
-    neighbors,
     num_distinct_tokens,
     pack,
     prefix_order,
+    shared_prefixes,
 )
 from taut.data.packing import common_prefix as common_prefix_of
 from taut.data.render.images import outside, uncut, within
@@ -151,25 +150,22 @@ class Line:
         assert not (atoms and budget.one_sample), "samples that run one at a time cannot be coupled"
         self.budget = budget
         self.most = 1 if budget.one_sample else budget.tokens_per_microbatch
+        self.policy = PackPolicy(not budget.one_sample, budget.min_saved_tokens)
         self.samples: list[Sample] = []
-        self.common: list[int] = []
         prefixes: list[int] = []
         for part in [*atoms, *([pool] if pool else [])]:
-            alone = list(range(len(part))), [0] * len(part)
-            order, common = alone if budget.one_sample else neighbors(part)
+            order, shared = shared_prefixes(part, self.policy)
             self.samples += [part[index] for index in order]
-            self.common += common
-            prefixes += branching(common, budget.min_saved_tokens)
+            prefixes += shared
         self.num_coupled = len(self.samples) - len(pool)
 
-        # sums over the samples before each place: all tokens; distinct tokens, pairs and targets; their cost
+        # sums over the samples before each place: distinct tokens, pairs, targets
         length = np.array([sample.num_tokens for sample in self.samples])
         prefix = np.array([*prefixes, 0])
         # what a part computes once more that begins inside a tree
         self.again = np.array([prefix, prefix * (prefix + 1) / 2, 0 * prefix])
         num_targets = [sample.num_targets for sample in self.samples]
         own = np.array([length, length * (length + 1) / 2, num_targets]) - self.again[:, :-1]
-        self.length = np.append(0, np.cumsum(length))
         self.sums = np.concatenate([np.zeros((3, 1)), np.cumsum(own, axis=1)], axis=1)
 
         # atoms, and the trees of the others
@@ -187,9 +183,8 @@ class Line:
 
     def cost(self, work: FloatArray) -> FloatArray:
         """The predicted cost of tokens, pairs and targets."""
-        rates = self.budget.cost
-        pairs, targets = rates.per_pair * work[1], rates.per_target * work[2]
-        cost: FloatArray = rates.per_token * work[0] + pairs + targets
+        parts = np.array(self.budget.cost)[:, None] * work
+        cost: FloatArray = parts[0] + parts[1] + parts[2]
         return cost
 
     def rounds(self) -> list[Round]:
@@ -218,9 +213,7 @@ class Line:
     def cut(self, most_cost: float) -> list[Piece]:
         """Pieces within the budget of at most this cost, the largest cost first. A sample or atom may be over both."""
         whole, start, stop = [], list[int](), list[int]()
-        length, tokens, cost = (
-            x.tolist() for x in (self.length, self.sums[0], self.cost(self.sums))
-        )
+        tokens, cost = self.sums[0].tolist(), self.cost(self.sums).tolist()
         again = self.again[0].tolist(), self.cost(self.again).tolist()
         for tree in self.trees:
             is_within = tree.size <= self.most and tree.cost <= most_cost
@@ -234,39 +227,36 @@ class Line:
                     bisect_right(tokens, limits[0], at + 2, tree.stop + 1) - 1,
                     bisect_right(cost, limits[1], at + 2, tree.stop + 1) - 1,
                 )
-                # rarely less of a prefix is worth sharing in a part than in the whole
-                while (
-                    length[end] - length[at] > self.most
-                    and end - at > 1
-                    and self.num_tokens(at, end) > self.most
-                ):
-                    end -= 1 + (end - at) // 8
                 start.append(at)
                 stop.append(end)
                 at = end
         pieces = whole + self.pieces(np.array(start, np.int64), np.array(stop, np.int64))
         return sorted(pieces, key=lambda piece: -piece.cost)
 
-    def num_tokens(self, start: int, stop: int) -> int:
-        """Number of tokens that ``pack`` would lay out of a part."""
-        shared = branching([0, *self.common[start + 1 : stop]], self.budget.min_saved_tokens)
-        return int(self.length[stop] - self.length[start]) - sum(shared)
-
     def microbatches(self, pieces: Bin) -> list[Microbatch]:
-        """The micro-batch of these pieces."""
+        """The micro-batch of these pieces; rarely several, where so little of a prefix is left to share in a part, or
+        beside a prefix that all share, that they need more tokens together than apart.
+        """
         trees = tuple(
             Tree(tuple(self.samples[it.start : it.stop]), it.start < self.num_coupled)
             for it in pieces
         )
-        # Rarely a prefix that all trees share makes the longer prefixes of some save too little to be shared, and the
-        # trees need more tokens together than apart.
-        policy = PackPolicy(True, self.budget.min_saved_tokens)
-        fits = (
-            len(trees) == 1
-            or sum(self.length[it.stop] - self.length[it.start] for it in pieces) <= self.most
-            or num_distinct_tokens(samples_of(trees), policy) <= self.most
-        )
-        return [trees] if fits else [(tree,) for tree in trees]
+        samples = samples_of(trees)
+        is_whole = len(trees) == 1 and (trees[0].is_atom or len(samples) == 1)
+        # where prefixes part, fewer tokens are computed again than are worth sharing
+        again = (len(samples) - 1) * max(0, self.budget.min_saved_tokens - 1)
+        if (
+            is_whole
+            or sum(piece.size for piece in pieces) + again <= self.most
+            or sum(sample.num_tokens for sample in samples) <= self.most
+            or num_distinct_tokens(samples, self.policy) <= self.most
+        ):
+            return [trees]
+        if len(pieces) == 1:
+            (_, _, start, stop) = pieces[0]
+            bounds = np.array([start, (start + stop) // 2, stop])
+            pieces = self.pieces(bounds[:-1], bounds[1:])
+        return [some for piece in pieces for some in self.microbatches([piece])]
 
 
 def _cost(pieces: Bin) -> float:

@@ -129,17 +129,10 @@ def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list
     """
     if not policy.share_prefixes or len(samples) == 1:
         return list(range(len(samples))), [0] * len(samples)
-    order, common = neighbors(samples)
-    return order, branching(common, policy.min_saved_tokens)
-
-
-def neighbors(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
-    """``(order, common)``: the indices of the samples in sorted order, where neighbors have the longest common
-    prefixes, and for each sample in that order the number of leading tokens that the one before it has too.
-    """
+    # neighbors in sorted order have the longest common prefixes
     order = prefix_order(samples)
     common = [common_prefix(samples[left], samples[right]) for left, right in pairwise(order)]
-    return order, [0, *common]
+    return order, branching([0, *common], policy.min_saved_tokens)
 
 
 def branching(common: Sequence[int], min_saved_tokens: int) -> list[int]:
