@@ -237,7 +237,7 @@ def test_what_a_resume_may_change_is_on_its_page() -> None:
     may = {key for cls in METHODS.values() for kind in cls.may_change for key in kind}
     may -= {"rollout.replay_from"}  # it says so among what is refused
     of_options = {"api_key_env", "url", "known_as", "reward_server", "judge"}
-    names = {"data", "schedule", "address", "exactness", "warning"}  # of events
+    names = {"data", "schedule", "address", "exactness", "warning", "plan"}  # of events
     assert not may - named, "left out"
     assert not {name for name in named - keys - of_options - names if "." not in name}
     assert not {name for name in named if "." in name and name not in keys} - {"resolved.json"}
