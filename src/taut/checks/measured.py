@@ -326,7 +326,7 @@ def the_model_knows_the_language_of_the_rows(session: Session) -> Finding:
 
 @check("data.prompts", after=["model.language"])
 def answers_belong_to_their_prompts(session: Session) -> Finding:
-    """Do answers belong to their prompts, pictures and tools: are they likelier with their own than with another row's?
+    """Are answers likelier with their own prompts, pictures and tools than with another row's?
 
     Not told of answers of a few tokens, or that are all much alike, nor of pictures while the projector has random
     weights.

@@ -369,7 +369,7 @@ def judge_rewards(
     if not graded:
         return Finding("skipped", "no row has a reference answer")
     judges_of, marks = reward_set.judges, list[Marks]()
-    has_correct = "correctness" in judges_of.values()
+    has_correct = any(judges_of[part.label] == "correctness" for part in reward_set.parts)
     for part in reward_set.parts:
         judges, is_own = judges_of[part.label], isinstance(part.verifier, UserReward)
         full_marks = part.verifier.full_marks if judges == "correctness" else None
