@@ -191,7 +191,7 @@ def test_errors_of_a_reward_are_told_and_never_the_best(go: Go, tmp_path: Path) 
     [
         ({"eval__best": "exact"}, r"found eval\.best=exact; expected one of loss, exact_match, "),
         (
-            {"eval__best": "loss"},
+            {"eval__every": 0, "eval__best": "loss"},
             r"eval\.best=loss and eval\.every=0: .* set eval\.every",
         ),
         ({"eval__answers__every": 0, "eval__best": "stopped"}, r"eval\.answers\.every=0"),

@@ -252,7 +252,8 @@ def rows_that_differ_in_case_and_white_space(place: Place, is_faulty: bool) -> S
 @fault("run.steps", says="up to 6 times in a step", part="quick", outcome="warning")
 def one_row_many_times_in_a_step(place: Place, is_faulty: bool) -> Session:
     """A step of six samples, and one row to make it of."""
-    return place.session(data=place.data(chats(1)), batch__samples_per_step=6 if is_faulty else 1)
+    num_samples = 6 if is_faulty else 1
+    return place.session(data=place.data(chats(1)), steps=4, batch__samples_per_step=num_samples)
 
 
 # -- tokens
