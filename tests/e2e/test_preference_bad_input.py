@@ -137,7 +137,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "answers of a reward model": (
         "reward",
         with_keys(eval__answers__rewards="exact_match"),
-        r"eval\.answers\.rewards is set and a reward model writes no answers.*;",
+        r"eval\.answers\.rewards or eval\.metrics is set and a reward model writes no answers.*;",
     ),
     "no such metric": (
         "dpo",

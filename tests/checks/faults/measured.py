@@ -176,7 +176,7 @@ def learned(place: Place, make: Callable[[Path], Path], rows: Sequence[Mapping[s
                     tensors[key] = tensor * size
             save_file(tensors, file, {"format": "pt"})
             keys = {"optim.learning_rate": 1e-2, "data.max_length": 1000, "data.targets": "all"}
-            size = {"dtype": "float32", "batch.samples_per_step": 32, "steps": 80}
+            size = {"dtype": "float32", "batch.samples_per_step": 32, "steps": 240}
             sft(model, place.data(rows, "learned.jsonl"), out, **keys, **size, **PLAIN)
             LEARNED[name] = {it.name: it.read_bytes() for it in (out / "model").iterdir()}
     directory = place.directory / name
