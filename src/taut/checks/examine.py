@@ -67,13 +67,22 @@ class Examination:
 
     def as_events(self) -> list[dict[str, Any]]:
         """The fields of an event for each check."""
-        events = []
-        for name, _, finding, seconds, _, is_left_out in self.results:
-            fields = finding.as_fields()
-            renamed = {"value": fields.pop("number"), "detail": fields.pop("says")}
-            own = {"name": name, "part": self.part, "left_out": is_left_out, "seconds": seconds}
-            events.append({**own, **fields, **renamed})
-        return events
+        return [
+            {
+                "name": result.name,
+                "part": self.part,
+                "outcome": result.finding.outcome,
+                "value": result.finding.number,
+                "unit": result.finding.unit,
+                "detail": result.finding.says,
+                "evidence": result.finding.evidence,
+                "remedy": result.finding.remedy,
+                "notes": result.finding.notes,
+                "left_out": result.is_left_out,
+                "seconds": result.seconds,
+            }
+            for result in self.results
+        ]
 
     def count(self, outcome: Outcome) -> int:
         return sum(result.finding.outcome == outcome for result in self.results)
